@@ -1,0 +1,1 @@
+"""Recognise, prove, rewrite: passes over onnx-ir models."""
