@@ -1,0 +1,1 @@
+"""Real exports for the tests: the loader (``library``), the scrubber (``strip``), cloning (``grow``), and the makers."""
