@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from ..custom_ops.common.refusal import Refusal
+
+if TYPE_CHECKING:
+    import onnx
 
 
 @dataclass
@@ -78,6 +82,11 @@ class FusionReport:
     passes: list[PassReport] = field(default_factory=list)
     repairs: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    # filled in by deltafuse.fuse, which knows where the model came from and went to
+    input_kind: str = "ir"  # "path" | "proto" | "ir" | "graphsurgeon"
+    output_bytes: int = 0
+    output_data: str = ""  # the external data file beside output
+    output_data_bytes: int = 0
 
     def count(self, op: str) -> int:
         """How many regions of this op were fused."""
@@ -92,4 +101,47 @@ class FusionReport:
             self.model = model
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2, default=str)
+        """:meth:`to_dict` as JSON text; what is not a finite number becomes null."""
+        return json.dumps(_finite(self.to_dict()), indent=2, default=str, allow_nan=False)
+
+    def to_proto(self) -> onnx.ModelProto:
+        """The new model as ``onnx.ModelProto``; external weights stay references into the source's folder.
+
+        Raises:
+            OutputError: there is no new model, or its weights do not fit into a protobuf message (2 GiB).
+        """
+        from ..model_io import to_proto
+
+        return to_proto(self._new_model())
+
+    def to_graphsurgeon(self) -> Any:
+        """The new model as an ``onnx_graphsurgeon.Graph``.
+
+        Raises:
+            OutputError: there is no new model, graph-surgeon is not installed or cannot hold the model.
+        """
+        from ..model_io import to_graphsurgeon
+
+        return to_graphsurgeon(self._new_model())
+
+    def result(self) -> Any:
+        """The new model as the kind that was given: ``ModelProto``, graph-surgeon ``Graph``, else ``onnx_ir.Model``."""
+        convert = {"proto": self.to_proto, "graphsurgeon": self.to_graphsurgeon}
+        return convert.get(self.input_kind, self._new_model)()
+
+    def _new_model(self) -> ir.Model:
+        if self.model is None:
+            from ..errors import OutputError
+
+            raise OutputError("this report holds no new model: it was a dry run")
+        return self.model
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

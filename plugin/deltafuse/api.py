@@ -1,0 +1,228 @@
+"""``deltafuse.fuse`` and ``deltafuse.inspect``: from a model of any kind to a report with the new model in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+from . import model_io, model_save
+from .errors import OptionError, OrtError, RequirementError
+from .registry import targets
+from .registry.ops import OPS
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+    from .fusions.result import FusionReport
+
+ModelSource: TypeAlias = Union[str, "os.PathLike[str]", "onnx.ModelProto", "ir.Model", Any]
+Progress: TypeAlias = Callable[[str, int, int], None]
+
+
+def fuse(
+    model: ModelSource,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    target: str = "plugin",
+    verify: bool = True,
+    require: Mapping[str, int] | None = None,
+    report: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    proof_memory: int | str | None = None,
+    proof_seconds: float | None = None,
+    base_dir: str | os.PathLike[str] | None = None,
+) -> FusionReport:
+    """Find the blocks that deltafuse knows, prove each, and replace it with one fused node.
+
+    Args:
+        model: a path, ``onnx.ModelProto``, ``onnx_ir.Model`` or onnx-graphsurgeon ``Graph``. It is never changed.
+        output: where to write the new model; external weights go to ``<output>.data`` beside it. None: not written.
+        target: "plugin" (calls of ``deltafuse::`` functions) or "portable" (standard ONNX ops only).
+        verify: prove every rewrite by running it against the original; needs onnxruntime. False is recorded in the
+            model's metadata.
+        require: op key -> how many must be fused at least, for example ``{"kda": 20}``.
+        report: a JSON file to write the report to; written also when ``require`` is not met.
+        dry_run: look, and prove if asked to, but change and write no model.
+        progress: called as ``progress(stage, done, total)``.
+        proof_memory: the most memory that one proof may use, in bytes or as "4GiB" (the default).
+        proof_seconds: the most time that one proof may take (default 60).
+        base_dir: the folder that a ``ModelProto``'s external data are relative to (default: the current one).
+
+    Returns:
+        The report. ``report.model`` is the new ``onnx_ir.Model``; ``report.result()`` gives it as the kind that came
+        in, ``report.to_proto()`` and ``report.to_graphsurgeon()`` as those.
+
+    Raises:
+        DeltaFuseError: bad input, bad option, or the result cannot be written (:mod:`deltafuse.errors` has the
+            kinds). :class:`RequirementError`, with the report, where fewer were fused than ``require`` asks for.
+    """
+    _check_options(target, require, output, dry_run)
+    budget = _budget(proof_memory, proof_seconds)
+    if verify:
+        require_ort("proving a rewrite", "or pass verify=False (--no-verify)")
+    for file in (output, report):
+        if file is not None and not (dry_run and file is output):
+            model_save.check_target(Path(file))
+    if progress:
+        progress("load", 0, 1)
+    loaded = model_io.load(model, base_dir)
+    done = _pipeline()(
+        loaded.model,
+        verify=verify,
+        target=target,
+        dry_run=dry_run,
+        proof_budget=budget,
+        progress=progress,
+    )
+    done.input_kind = loaded.kind
+    done.source = str(loaded.path) if loaded.path is not None else loaded.model.graph.name or ""
+    done.warnings[:0] = loaded.warnings
+    missing = missing_from(done, require or {})
+    try:
+        if missing:
+            raise RequirementError(_missing_text(done, missing), done, missing)
+        if done.model is not None and not dry_run:
+            record_metadata(done)
+            if output is not None:
+                _write(done, Path(output), loaded.path, progress)
+    finally:
+        if report is not None:
+            model_save.write_text(Path(report), done.to_json() + "\n")
+    return done
+
+
+def inspect(model: ModelSource, *, verify: bool = False, **options: Any) -> FusionReport:
+    """What would be fused, what was nearly recognised and why not: :func:`fuse` with ``dry_run=True``.
+
+    ``options`` are those of :func:`fuse`; proofs are off unless ``verify`` is given.
+    """
+    return fuse(model, verify=verify, dry_run=True, **options)
+
+
+def found(report: FusionReport, op: str) -> int:
+    """How many regions of ``op`` were fused, or would be, after a dry run."""
+    good = ("fused", "fused-unproved", "recognised") if report.dry_run else ("fused", "fused-unproved")
+    return sum(1 for region in report.regions if region.op == op and region.status in good)
+
+
+def missing_from(report: FusionReport, require: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Op key -> (asked for, found), for the requirements that the report does not meet."""
+    counts = {op: (wanted, found(report, op)) for op, wanted in require.items()}
+    return {op: (wanted, got) for op, (wanted, got) in counts.items() if got < wanted}
+
+
+def record_metadata(report: FusionReport) -> None:
+    """Say in the new model's ``metadata_props`` what deltafuse did to it."""
+    assert report.model is not None
+    counts = {op: report.count(op) for op in OPS}
+    report.model.metadata_props.update(
+        {
+            "deltafuse.version": report.deltafuse_version,
+            "deltafuse.target": report.target,
+            "deltafuse.verified": "true" if report.verify else "false: --no-verify",
+            "deltafuse.fused": ", ".join(f"{op}={count}" for op, count in counts.items()),
+        }
+    )
+
+
+def require_ort(purpose: str, otherwise: str = "") -> str:
+    """The version of the onnxruntime that is installed.
+
+    Raises:
+        OrtError: there is none that can be imported, or it is older than 1.27.
+    """
+    needs = ".".join(map(str, targets.MIN_ORT))
+    install = f"`pip install onnxruntime` (or onnxruntime-gpu){', ' + otherwise if otherwise else ''}"
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise OrtError(
+            f"{purpose} needs onnxruntime {needs} or newer; importing it failed ({error}): {install}"
+        ) from error
+    version = str(onnxruntime.__version__)
+    if targets.parse_version(version) < targets.MIN_ORT:
+        raise OrtError(f"{purpose} needs onnxruntime {needs} or newer, found {version}: {install}")
+    return version
+
+
+def parse_bytes(value: int | str) -> int:
+    """A number of bytes, given as such or as text: "4GiB", "512 MiB", "4G" (binary units; a bare number is bytes).
+
+    Raises:
+        OptionError: not a positive size.
+    """
+    if isinstance(value, str):
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB|B)?|B)?\s*", value, re.IGNORECASE)
+        if parts is None:
+            raise OptionError(f"memory {value!r}: expected a size such as 4GiB or 512MiB")
+        value = int(float(parts[1]) * 1024 ** (" KMGT".index(parts[2].upper()) if parts[2] else 0))
+    if value <= 0:
+        raise OptionError(f"memory {value}: expected more than 0 bytes")
+    return value
+
+
+def _pipeline() -> Callable[..., FusionReport]:
+    from .fusions.pipeline import fuse_model
+
+    return fuse_model
+
+
+def _budget(memory: int | str | None, seconds: float | None) -> Any:
+    if memory is None and seconds is None:
+        return None
+    from .fusions.pipeline import ProofBudget
+
+    options: dict[str, Any] = {}
+    if memory is not None:
+        options["memory"] = parse_bytes(memory)
+    if seconds is not None:
+        if not seconds > 0:
+            raise OptionError(f"proof seconds {seconds}: expected more than 0")
+        options["seconds"] = float(seconds)
+    return ProofBudget(**options)
+
+
+def _check_options(
+    target: str, require: Mapping[str, int] | None, output: str | os.PathLike[str] | None, dry_run: bool
+) -> None:
+    if target not in targets.TARGETS:
+        raise OptionError(f"target {target!r}: expected one of {', '.join(targets.TARGETS)}")
+    for op, count in (require or {}).items():
+        if op not in OPS:
+            raise OptionError(f"require {op}={count}: expected an op among {', '.join(OPS)}")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise OptionError(f"require {op}={count!r}: expected a whole number, 0 or more")
+    if output is not None and dry_run:
+        raise OptionError("a dry run writes no model: leave out the output, or dry_run")
+
+
+def _missing_text(report: FusionReport, missing: dict[str, tuple[int, int]]) -> str:
+    parts = [
+        f"required {op}={wanted}, {'recognised' if report.dry_run else 'fused'} {got}"
+        for op, (wanted, got) in missing.items()
+    ]
+    reasons = [
+        f"{region.name}: {region.refusal or (region.proof.reason if region.proof else region.status)}"
+        for region in report.regions
+        if region.op in missing and region.status == "refused"
+    ]
+    if not reasons:
+        reasons = [
+            "nothing that looks like " + " or ".join(OPS[op].op_type for op in missing) + " was found beyond that"
+        ]
+    return "; ".join(parts) + ". " + "; ".join(reasons)
+
+
+def _write(report: FusionReport, output: Path, source: Path | None, progress: Progress | None) -> None:
+    assert report.model is not None
+    saved = model_save.save(report.model, output, source=source, progress=progress)
+    report.output = str(saved.path)
+    report.output_bytes = saved.bytes
+    report.output_data = str(saved.data_path) if saved.data_path else ""
+    report.output_data_bytes = saved.data_bytes
+    report.warnings.extend(saved.warnings)

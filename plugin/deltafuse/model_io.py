@@ -1,0 +1,266 @@
+"""Loading: a path, ``onnx.ModelProto``, ``onnx_ir.Model`` or graph-surgeon ``Graph`` becomes an ``onnx_ir.Model``.
+
+Weights in external files stay there; they are checked against the files' sizes, not read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from .errors import DeltaFuseError, ExternalDataError, ModelKindError, NotOnnxError, OpsetError, OutputError
+from .onnx_file import check_file
+
+logger = logging.getLogger(__name__)
+
+OLDEST_OPSET = 18
+NEWEST_OPSET = 27
+
+
+@dataclass
+class LoadedModel:
+    """A model as ``onnx_ir.Model``, with what it was: ``kind`` is "path", "proto", "ir" or "graphsurgeon"."""
+
+    model: ir.Model
+    kind: str
+    path: Path | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def load(source: Any, base_dir: str | os.PathLike[str] | None = None) -> LoadedModel:
+    """Make an ``onnx_ir.Model`` of ``source`` and check that it is one that can be worked on.
+
+    Args:
+        source: a path, ``onnx.ModelProto``, ``onnx_ir.Model`` or onnx-graphsurgeon ``Graph``. It is not changed.
+        base_dir: the folder that a ``ModelProto``'s external data are relative to (default: the current one).
+
+    Raises:
+        ModelKindError, ModelFileError, ExternalDataError, OpsetError: see :mod:`deltafuse.errors`.
+    """
+    path: Path | None = None
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        model, kind = _load_path(path), "path"
+    elif isinstance(source, onnx.ModelProto):
+        model, kind = _from_proto(source, "the ModelProto", base_dir), "proto"
+    elif isinstance(source, ir.Model):
+        model, kind = source, "ir"
+    elif is_graphsurgeon(source):
+        model, kind = _from_graphsurgeon(source, base_dir), "graphsurgeon"
+    else:
+        raise ModelKindError(
+            "expected a path, an onnx.ModelProto, an onnx_ir.Model or an onnx_graphsurgeon.Graph, "
+            f"got {type(source).__module__}.{type(source).__qualname__}"
+        )
+    what = str(path) if path is not None else "the model"
+    loaded = LoadedModel(model, kind, path)
+    _check_graph(model, what)
+    _check_opset(model, what, loaded.warnings)
+    check_external_data(model)
+    return loaded
+
+
+def _load_path(path: Path) -> ir.Model:
+    check_file(path)
+    try:
+        proto = onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # protobuf's DecodeError and text parsers' errors have no common base
+        raise NotOnnxError(f"{path} is not an ONNX model, or is damaged: {one_line(error)}") from error
+    return _from_proto(proto, str(path), path.parent)
+
+
+def _from_proto(proto: onnx.ModelProto, what: str, base_dir: str | os.PathLike[str] | None) -> ir.Model:
+    if not proto.HasField("graph"):
+        raise NotOnnxError(f"{what} is not an ONNX model: it holds no graph")
+    if proto.ir_version < 1:
+        raise NotOnnxError(f"{what} is not an ONNX model: it has no ir_version")
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:  # onnx-ir raises many kinds for malformed graphs
+        raise NotOnnxError(f"{what} is damaged: {one_line(error)}") from error
+    # An empty base_dir would switch off onnx-ir's check that data files lie in the model's folder.
+    folder = os.fspath(base_dir) if base_dir is not None and os.fspath(base_dir) else os.curdir
+    for tensor in external_tensors(model):
+        tensor.base_dir = folder
+    return model
+
+
+def _check_graph(model: ir.Model, what: str) -> None:
+    graph = model.graph
+    if len(graph) == 0 or not graph.outputs:
+        found = f"{len(graph)} nodes and {len(graph.outputs)} outputs"
+        raise NotOnnxError(f"{what} holds an empty graph ({found}): nothing to fuse")
+
+
+def _check_opset(model: ir.Model, what: str, warnings: list[str]) -> None:
+    expected = f"expected opset {OLDEST_OPSET} to {NEWEST_OPSET}"
+    opset = model.opset_imports.get("")
+    if opset is None:
+        others = ", ".join(sorted(model.opset_imports)) or "none at all"
+        raise OpsetError(f"{what} imports no opset of the default ONNX domain (imported: {others}); {expected}")
+    if opset < OLDEST_OPSET:
+        raise OpsetError(
+            f"{what} has opset {opset}; {expected}. "
+            f"Export it again with opset_version={OLDEST_OPSET} or more, or convert it with onnx.version_converter"
+        )
+    if opset > NEWEST_OPSET:
+        known = onnx.defs.onnx_opset_version()
+        if opset > known:
+            raise OpsetError(f"{what} has opset {opset}, newer than the installed onnx knows ({known}); {expected}")
+        warnings.append(
+            f"opset {opset} is newer than deltafuse was tested with ({NEWEST_OPSET}): "
+            "what it does not recognise is left alone"
+        )
+
+
+def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    """All tensors with external data: initializers and attributes, in the graph, its subgraphs and the functions."""
+    for tensor in all_tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            yield tensor
+
+
+def all_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """All tensors of the model: initializers and attributes, in the graph, its subgraphs and the functions."""
+    bodies = [graph for function in model.functions.values() for graph in function.subgraphs()]
+    for graph in (*model.graphs(), *bodies):
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+    for _, attribute in tensor_attributes(model):
+        yield from attribute.as_tensors() if attribute.type == ir.AttributeType.TENSORS else (attribute.as_tensor(),)
+
+
+def tensor_attributes(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
+    """The attributes that are tensors, each with its node, subgraphs and functions included."""
+    roots: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for root in roots:
+        for node in ir.traversal.RecursiveGraphIterator(root):
+            for attribute in node.attributes.values():
+                is_tensor = attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS)
+                if is_tensor and not attribute.is_ref() and attribute.value is not None:
+                    yield node, attribute
+
+
+def check_external_data(model: ir.Model) -> None:
+    """Check that every external tensor's bytes are there, without reading them.
+
+    Raises:
+        ExternalDataError: naming the tensor, the file, and the bytes that were expected and found.
+    """
+    sizes: dict[str, int] = {}
+    for tensor in external_tensors(model):
+        path = tensor.path
+        if path not in sizes:
+            sizes[path] = _data_file_size(tensor)
+        offset = tensor.offset or 0
+        length = tensor.nbytes if tensor.length is None else tensor.length
+        if length < tensor.nbytes:
+            raise ExternalDataError(
+                f"tensor {tensor.name!r}: {length:,} bytes of external data in {path}, "
+                f"but {tensor.dtype.name}{list(tensor.shape)} needs {tensor.nbytes:,}"
+            )
+        if offset < 0 or offset + length > sizes[path]:
+            raise ExternalDataError(
+                f"tensor {tensor.name!r}: expected bytes {offset:,} to {offset + length:,} of {path}, "
+                f"which has {sizes[path]:,} (truncated, or of another model)"
+            )
+
+
+def _data_file_size(tensor: ir.ExternalTensor) -> int:
+    path = Path(tensor.path)
+    base = Path(tensor.base_dir or os.curdir)
+    if not path.exists():
+        raise ExternalDataError(
+            f"tensor {tensor.name!r}: its external data file {path} is missing; it belongs in the model's folder"
+        )
+    if not path.is_file():
+        raise ExternalDataError(f"tensor {tensor.name!r}: its external data file {path} is not a regular file")
+    inside = path.resolve().is_relative_to(base.resolve())
+    if tensor.base_dir and (not inside or path.stat().st_nlink > 1):
+        found = "has several hard links" if inside else f"lies outside the model's folder, at {path.resolve()}"
+        raise ExternalDataError(
+            f"tensor {tensor.name!r}: its external data file {path} {found}, which onnx and ONNX Runtime refuse; "
+            "copy the model and its data into one folder (`cp -L`)"
+        )
+    return path.stat().st_size
+
+
+def is_graphsurgeon(value: Any) -> bool:
+    """Is it an ``onnx_graphsurgeon.Graph``? Only who has imported that package can hold one."""
+    module = sys.modules.get("onnx_graphsurgeon")
+    return module is not None and isinstance(value, module.Graph)
+
+
+def _from_graphsurgeon(graph: Any, base_dir: str | os.PathLike[str] | None) -> ir.Model:
+    import onnx_graphsurgeon as gs
+
+    try:
+        proto = gs.export_onnx(graph)
+    except Exception as error:
+        raise NotOnnxError(f"the graph-surgeon graph cannot be exported to ONNX: {one_line(error)}") from error
+    return _from_proto(proto, "the graph-surgeon graph", base_dir)
+
+
+def to_graphsurgeon(model: ir.Model) -> Any:
+    """The model as an ``onnx_graphsurgeon.Graph``.
+
+    graph-surgeon keeps no function overloads. One body of a fused op is kept under the op's plain name; a model with
+    several different bodies of one op cannot be held by it.
+
+    Raises:
+        OutputError: onnx-graphsurgeon is not installed, or the model has several overloads of one function.
+    """
+    try:
+        import onnx_graphsurgeon as gs
+    except ImportError as error:
+        raise OutputError(
+            "onnx-graphsurgeon is not installed: `pip install onnx-graphsurgeon`, or use to_proto()"
+        ) from error
+    proto = to_proto(model)
+    names = [(f.domain, f.name) for f in proto.functions]
+    twice = sorted({name for domain, name in names if names.count((domain, name)) > 1})
+    if twice:
+        raise OutputError(
+            f"graph-surgeon drops function overloads, and this model has several of {', '.join(twice)}: use to_proto()"
+        )
+    for function in proto.functions:
+        function.overload = ""
+    stacks = [proto.graph.node, *(f.node for f in proto.functions)]
+    while stacks:
+        for node in stacks.pop():
+            if (node.domain, node.op_type) in names:
+                node.overload = ""
+            for attribute in node.attribute:
+                stacks.extend(g.node for g in (attribute.g, *attribute.graphs) if g.node)
+    return gs.import_onnx(proto)
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model as an ``onnx.ModelProto``. External tensors stay references, relative to the source's folder.
+
+    Raises:
+        OutputError: the weights in memory exceed what a protobuf message can hold.
+    """
+    in_memory = sum(t.nbytes for t in all_tensors(model) if not isinstance(t, ir.ExternalTensor))
+    if in_memory >= onnx.checker.MAXIMUM_PROTOBUF:
+        raise OutputError(
+            f"{in_memory:,} bytes of weights do not fit a ModelProto (2 GiB): save the model to a file instead"
+        )
+    return ir.to_proto(model)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text on one line, shortened, for a message."""
+    if isinstance(error, DeltaFuseError):
+        return str(error)
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,1 @@
+"""The tables of ops and of targets: who can run what, from which ONNX Runtime on."""

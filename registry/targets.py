@@ -1,0 +1,76 @@
+"""The targets that a model can be fused for, and what each of them needs in order to run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..custom_ops.common.refusal import Refusal
+from .ops import OPS
+
+#: The oldest ONNX Runtime whose plugin interface (API version 27) the EP library speaks.
+MIN_ORT = (1, 27)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One way to write a fused op into a model.
+
+    Attributes:
+        key: its name, as given to ``--target``.
+        summary: one line for people.
+        form: what stands in the model for a fused region.
+        ops: the keys of the ops that it can express.
+        min_ort: the oldest ONNX Runtime with which the fused form is run and tested.
+        kernels_need_plugin: fused kernels run only where the plugin EP is registered; elsewhere ORT inlines the body.
+    """
+
+    key: str
+    summary: str
+    form: str
+    ops: tuple[str, ...]
+    min_ort: tuple[int, int] = MIN_ORT
+    kernels_need_plugin: bool = False
+
+
+TARGETS: dict[str, Target] = {
+    "plugin": Target(
+        key="plugin",
+        summary="calls of deltafuse functions: the plugin EP runs them as one kernel, stock ORT inlines their bodies",
+        form="model-local function call",
+        ops=tuple(OPS),
+        kernels_need_plugin=True,
+    ),
+    "portable": Target(
+        key="portable",
+        summary="standard ONNX ops only: the function bodies are written out in the graph",
+        form="standard ops",
+        ops=tuple(OPS),
+    ),
+}
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """Major and minor of a version such as ``1.32.0`` or ``1.33.0.dev20261101``; (0, 0) where there are none."""
+    found = re.match(r"\s*v?(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def refusal(op: str, target: str, ort_version: str) -> Refusal | None:
+    """Why a model fused for ``target`` cannot run its ``op`` on this ONNX Runtime, or None where it can."""
+    if op not in OPS:
+        return Refusal("op", f"op {op!r}: expected one of {', '.join(OPS)}")
+    if target not in TARGETS:
+        return Refusal("target", f"target {target!r}: expected one of {', '.join(TARGETS)}")
+    wanted = TARGETS[target]
+    if op not in wanted.ops:
+        return Refusal("op-target", f"target {target} has no form of {OPS[op].qualified_name}")
+    if parse_version(ort_version) < wanted.min_ort:
+        needs = ".".join(map(str, wanted.min_ort))
+        return Refusal("ort-version", f"ONNX Runtime {ort_version}: target {target} needs {needs} or newer")
+    return None
+
+
+def can_run(op: str, target: str, ort_version: str) -> bool:
+    """Can a model fused for ``target`` run its ``op`` on this ONNX Runtime? (:func:`refusal` says why not.)"""
+    return refusal(op, target, ort_version) is None
