@@ -1,0 +1,166 @@
+"""The ``deltafuse`` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import __version__, show
+from .cli_common import EXIT_REQUIRED, clear_errors, parse_require, progress_bar
+from .errors import RequirementError
+
+app = typer.Typer(
+    name="deltafuse",
+    help="Find Kimi Delta Attention in an ONNX model, prove it, and fuse it into one node each.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[Path, typer.Argument(metavar="IN.onnx", help="The model. It is not changed.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout, and nothing else there.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors; show no progress.")]
+Report = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE.json", help="Write the full report here.", show_default=False)
+]
+Memory = Annotated[
+    str | None,
+    typer.Option("--proof-memory", metavar="SIZE", help="Most memory for one proof, such as 8GiB. Default 4GiB."),
+]
+Seconds = Annotated[
+    float | None, typer.Option("--proof-seconds", metavar="S", help="Most time for one proof. Default 60.")
+]
+
+
+@app.command("fuse")
+def fuse_command(
+    model: Model,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="OUT.onnx", help="Where to write the fused model.", show_default=False),
+    ] = None,
+    target: Annotated[
+        str, typer.Option(metavar="plugin|portable", help="Calls of deltafuse functions, or standard ONNX ops only.")
+    ] = "plugin",
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Prove every rewrite against the original before it is applied."),
+    ] = True,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OP=N", help="Exit with 1 and write no model unless N are fused. Repeatable.", show_default=False
+        ),
+    ] = None,
+    report: Report = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report what would be fused; write no model.")] = False,
+    proof_memory: Memory = None,
+    proof_seconds: Seconds = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Fuse IN.onnx and write OUT.onnx.
+
+    Exit codes: 0 done, 1 fewer fused than --require asks for, 2 bad input or usage.
+    """
+    if output is None and not dry_run:
+        raise typer.BadParameter("give -o OUT.onnx, or --dry-run to only look", param_hint="--output")
+    wanted = parse_require(require or [])
+    with clear_errors():
+        from .api import fuse
+
+        _run(
+            lambda progress: fuse(
+                model,
+                output,
+                target=target,
+                verify=verify,
+                require=wanted,
+                report=report,
+                dry_run=dry_run,
+                progress=progress,
+                proof_memory=proof_memory,
+                proof_seconds=proof_seconds,
+            ),
+            quiet,
+            as_json,
+        )
+
+
+@app.command("inspect")
+def inspect_command(
+    model: Model,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Also prove what is recognised.")] = False,
+    target: Annotated[str, typer.Option(metavar="plugin|portable", help="As for fuse.")] = "plugin",
+    report: Report = None,
+    proof_memory: Memory = None,
+    proof_seconds: Seconds = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Say what is recognised in IN.onnx, what nearly is, and why not. Writes no model."""
+    with clear_errors():
+        from .api import inspect
+
+        _run(
+            lambda progress: inspect(
+                model,
+                verify=verify,
+                target=target,
+                report=report,
+                progress=progress,
+                proof_memory=proof_memory,
+                proof_seconds=proof_seconds,
+            ),
+            quiet,
+            as_json,
+        )
+
+
+@app.command("doctor")
+def doctor_command(as_json: Json = False) -> None:
+    """Say what is installed, whether the plugin loads here, and what can run on it."""
+    with clear_errors():
+        from .cli_doctor import examine, render
+
+        findings = examine()
+        if as_json:
+            typer.echo(json.dumps(findings, indent=2, default=str))
+        else:
+            render(findings, show.console())
+
+
+@app.command("version")
+def version_command() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _run(work: Any, quiet: bool, as_json: bool) -> None:
+    """Do the work with progress, print the report, and turn an unmet requirement into exit code 1."""
+    unmet: RequirementError | None = None
+    with progress_bar(quiet or as_json) as progress:
+        try:
+            report = work(progress)
+        except RequirementError as error:
+            unmet, report = error, error.report
+    if as_json:
+        typer.echo(report.to_json())
+    elif not quiet:
+        show.render(report, show.console())
+    if unmet is not None:
+        typer.echo(f"error: {unmet}", err=True)
+        raise typer.Exit(EXIT_REQUIRED)
+
+
+def main() -> None:
+    """Entry point of the ``deltafuse`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

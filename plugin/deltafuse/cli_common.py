@@ -1,0 +1,91 @@
+"""What the commands share: exit codes, one-line errors, progress, and the options' parsers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import show
+from .errors import DeltaFuseError
+
+EXIT_REQUIRED = 1  # fewer regions were fused than --require asked for
+EXIT_INPUT = 2  # bad input, bad usage, or the result cannot be written
+EXIT_BUG = 3  # an error that deltafuse did not expect
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn exceptions into one line on stderr and an exit code; ``DELTAFUSE_TRACEBACK=1`` shows where they arose."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort, SystemExit):
+        raise
+    except DeltaFuseError as error:
+        fail(str(error), EXIT_INPUT)
+    except KeyboardInterrupt:
+        fail("interrupted; nothing was half-written", 130)
+    except BrokenPipeError:
+        # The reader of our output left (`| head`): keep Python from complaining about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_INPUT) from None
+    except Exception as error:
+        text = " ".join(str(error).split())
+        fail(
+            f"unexpected {type(error).__name__}: {text} (DELTAFUSE_TRACEBACK=1 shows where; please report it)", EXIT_BUG
+        )
+
+
+def fail(message: str, code: int) -> None:
+    """Print one error line and leave with ``code``."""
+    if os.environ.get("DELTAFUSE_TRACEBACK") == "1":
+        traceback.print_exc(file=sys.stderr)
+    out = show.console(stderr=True)
+    out.soft_wrap = True  # one line, whatever the terminal's width
+    out.print(f"[bold red]error:[/] {escape(message)}")
+    raise typer.Exit(code)
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A progress display on stderr where that is a terminal; None in pipes and with ``--quiet``."""
+    out = show.console(stderr=True)
+    if quiet or not out.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task("start", total=None)
+        current = ""
+
+        def report(stage: str, done: int, total: int) -> None:
+            nonlocal task, current
+            if stage != current:
+                bar.remove_task(task)
+                task = bar.add_task(stage, total=total or None)
+                current = stage
+            bar.update(task, completed=done, total=total or None)
+
+        yield report
+
+
+def parse_require(values: list[str]) -> dict[str, int]:
+    """``["kda=2"]`` as ``{"kda": 2}``; which ops there are is checked by ``fuse``."""
+    result: dict[str, int] = {}
+    for value in values:
+        op, _, count = value.partition("=")
+        if not op or not count.isascii() or not count.isdigit():
+            raise typer.BadParameter(f"{value!r}: expected OP=COUNT, for example kda=2", param_hint="--require")
+        result[op] = int(count)
+    return result
