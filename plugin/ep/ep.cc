@@ -1,0 +1,104 @@
+#include "ep.h"
+
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cuda_backend.h"
+#include "kda_binding.h"
+#include "kda_kernel.h"
+#include "refusals.h"
+
+namespace deltafuse::ep {
+
+Ep::Ep(const Api& api, const Device& device, const OrtKernelRegistry* registry, const OrtLogger* logger,
+       std::string tag)
+    : OrtEp{}, api_(api), device_(device), registry_(registry), logger_(logger), tag_(std::move(tag)) {
+  ort_version_supported = kOrtApiVersion;
+  OrtEp::GetName = [](const OrtEp*) noexcept { return kEpName; };
+  OrtEp::GetCapability = [](OrtEp* self, const OrtGraph* graph, OrtEpGraphSupportInfo* support) noexcept {
+    auto* ep = static_cast<Ep*>(self);
+    return Guard(ep->api_, [&] { return ep->FindNodes(graph, support); });
+  };
+  OrtEp::GetKernelRegistry = [](OrtEp* self, const OrtKernelRegistry** registry) noexcept -> OrtStatus* {
+    *registry = static_cast<Ep*>(self)->registry_;
+    return nullptr;
+  };
+  // Runs of one session in parallel would share device memory over several streams, which its allocator does not order.
+  OrtEp::IsConcurrentRunSupported = [](OrtEp* self, bool* supported) noexcept -> OrtStatus* {
+    *supported = !static_cast<Ep*>(self)->device_.cuda;
+    return nullptr;
+  };
+  if (!device_.cuda) return;
+  OrtEp::CreateAllocator = [](OrtEp* self, const OrtMemoryInfo* info, OrtAllocator** allocator) noexcept {
+    auto* ep = static_cast<Ep*>(self);
+    return Guard(ep->api_,
+                 [&] { return CreateCudaAllocator(ep->api_, info, ep->device_.ordinal, /*caching=*/true, allocator); });
+  };
+  OrtEp::Sync = [](OrtEp* self) noexcept {
+    auto* ep = static_cast<Ep*>(self);
+    return Guard(ep->api_, [&] { return SynchronizeCuda(ep->api_, ep->device_); });
+  };
+}
+
+Ep::~Ep() { ForgetRefusals(this); }
+
+OrtStatus* Ep::FindNodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
+  size_t count = 0;
+  DF_RETURN_IF_ERROR(api_.ort->Graph_GetNumNodes(graph, &count));
+  std::vector<const OrtNode*> nodes(count);
+  if (count) DF_RETURN_IF_ERROR(api_.ort->Graph_GetNodes(graph, nodes.data(), count));
+  for (const OrtNode* node : nodes) DF_RETURN_IF_ERROR(ConsiderNode(node, support));
+  return nullptr;
+}
+
+OrtStatus* Ep::ConsiderNode(const OrtNode* node, OrtEpGraphSupportInfo* support) {
+  const char* domain = nullptr;
+  const char* op_type = nullptr;
+  const char* taken_by = nullptr;
+  DF_RETURN_IF_ERROR(api_.ort->Node_GetDomain(node, &domain));
+  if (std::string_view(domain) != kKdaDomain) return nullptr;
+  DF_RETURN_IF_ERROR(api_.ort->Node_GetEpName(node, &taken_by));
+  if (taken_by && *taken_by && std::string_view(taken_by) != kEpName) return nullptr;
+  DF_RETURN_IF_ERROR(api_.ort->Node_GetOperatorType(node, &op_type));
+
+  const OrtKernelDef* kernel = nullptr;
+  DF_RETURN_IF_ERROR(api_.ep->EpGraphSupportInfo_LookUpKernel(support, node, &kernel));
+  if (!kernel) {
+    int version = 0;
+    DF_RETURN_IF_ERROR(api_.ort->Node_GetSinceVersion(node, &version));
+    return Refuse(node, std::string("this version of deltafuse has no kernel for ") + domain + "::" + op_type +
+                            " version " + std::to_string(version));
+  }
+  std::string reason;
+  DF_RETURN_IF_ERROR(KdaRefusal(api_, device_, node, &reason));
+  if (!reason.empty()) return Refuse(node, reason);
+  return api_.ep->EpGraphSupportInfo_AddSingleNode(support, node);
+}
+
+OrtStatus* Ep::Refuse(const OrtNode* node, const std::string& reason) {
+  NodeRefusal refusal;
+  refusal.reason = reason;
+  const char* text = nullptr;
+  DF_RETURN_IF_ERROR(api_.ort->Node_GetDomain(node, &text));
+  refusal.domain = text;
+  DF_RETURN_IF_ERROR(api_.ort->Node_GetOperatorType(node, &text));
+  refusal.op_type = text;
+  DF_RETURN_IF_ERROR(api_.ort->Node_GetName(node, &text));
+  refusal.node = text;
+  size_t outputs = 0;
+  DF_RETURN_IF_ERROR(api_.ort->Node_GetNumOutputs(node, &outputs));
+  std::vector<const OrtValueInfo*> values(outputs);
+  if (outputs) DF_RETURN_IF_ERROR(api_.ort->Node_GetOutputs(node, values.data(), outputs));
+  if (outputs && values[0]) {
+    DF_RETURN_IF_ERROR(api_.ort->GetValueInfoName(values[0], &text));
+    refusal.output = text;
+  }
+  if (!RecordRefusal(this, tag_, refusal)) return nullptr;
+  const std::string message = "deltafuse does not take node '" + refusal.node + "' (" + refusal.domain +
+                              "::" + refusal.op_type + ", output '" + refusal.output + "') on " + device_.name + ": " +
+                              reason;
+  return api_.ort->Logger_LogMessage(logger_, ORT_LOGGING_LEVEL_WARNING, message.c_str(), ORT_FILE, __LINE__, __func__);
+}
+
+}  // namespace deltafuse::ep

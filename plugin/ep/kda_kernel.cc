@@ -1,0 +1,368 @@
+#include "kda_kernel.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <set>
+#include <vector>
+
+#include "cuda_backend.h"
+#include "kda_binding.h"
+
+namespace deltafuse::ep {
+namespace {
+
+const std::set<std::string>& KnownAttributes() {
+  static const std::set<std::string> names = {
+      "num_heads",       "num_v_heads",     "head_dim",   "head_v_dim",      "scale",       "qk_l2norm",
+      "l2norm_eps",      "gate_activation", "lower_bound", "beta_activation", "beta_scale",  "conv_activation",
+      "output_gate",     "norm_eps",        "state_layout", "conv_state_width", "state_dtype"};
+  return names;
+}
+
+class NodeAttributes final : public AttributeSource {
+ public:
+  NodeAttributes(const Api& api, const OrtNode* node) : api_(api), node_(node) {}
+
+  bool Int(const char* name, int64_t* value) const override { return Read(name, ORT_OP_ATTR_INT, value); }
+  bool Float(const char* name, float* value) const override { return Read(name, ORT_OP_ATTR_FLOAT, value); }
+  bool String(const char* name, std::string* value) const override {
+    const OrtOpAttr* attribute = Find(name, ORT_OP_ATTR_STRING);
+    if (!attribute) return false;
+    // With no room, the call fails and says how many bytes it needs.
+    size_t bytes = 0;
+    Ignore(api_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, nullptr, 0, &bytes));
+    std::string text(bytes, '\0');
+    if (bytes && !Ignore(api_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, text.data(), bytes, &bytes))) return false;
+    *value = text.c_str();
+    return true;
+  }
+
+ private:
+  // True when the call succeeded; its error is not wanted.
+  bool Ignore(OrtStatus* status) const {
+    if (!status) return true;
+    api_.ort->ReleaseStatus(status);
+    return false;
+  }
+  const OrtOpAttr* Find(const char* name, OrtOpAttrType wanted) const {
+    const OrtOpAttr* attribute = nullptr;
+    OrtOpAttrType type = ORT_OP_ATTR_UNDEFINED;
+    if (!Ignore(api_.ort->Node_GetAttributeByName(node_, name, &attribute)) || !attribute) return nullptr;
+    if (!Ignore(api_.ort->OpAttr_GetType(attribute, &type)) || type != wanted) return nullptr;
+    return attribute;
+  }
+  template <typename T>
+  bool Read(const char* name, OrtOpAttrType type, T* value) const {
+    const OrtOpAttr* attribute = Find(name, type);
+    size_t bytes = 0;
+    return attribute && Ignore(api_.ort->ReadOpAttr(attribute, type, value, sizeof(T), &bytes));
+  }
+
+  const Api& api_;
+  const OrtNode* node_;
+};
+
+class KernelAttributes final : public AttributeSource {
+ public:
+  KernelAttributes(const Api& api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+
+  bool Int(const char* name, int64_t* value) const override {
+    return Ignore(api_.ort->KernelInfoGetAttribute_int64(info_, name, value));
+  }
+  bool Float(const char* name, float* value) const override {
+    return Ignore(api_.ort->KernelInfoGetAttribute_float(info_, name, value));
+  }
+  bool String(const char* name, std::string* value) const override {
+    size_t bytes = 0;
+    if (!Ignore(api_.ort->KernelInfoGetAttribute_string(info_, name, nullptr, &bytes))) return false;
+    std::string text(bytes, '\0');
+    if (bytes && !Ignore(api_.ort->KernelInfoGetAttribute_string(info_, name, text.data(), &bytes))) return false;
+    *value = text.c_str();
+    return true;
+  }
+
+ private:
+  bool Ignore(OrtStatus* status) const {
+    if (!status) return true;
+    api_.ort->ReleaseStatus(status);
+    return false;
+  }
+
+  const Api& api_;
+  const OrtKernelInfo* info_;
+};
+
+// What the graph knows of a value before it runs.
+OrtStatus* Describe(const Api& api, const OrtValueInfo* value, Operand* operand) {
+  const char* name = nullptr;
+  if (!value) return nullptr;  // an optional operand that is not given
+  DF_RETURN_IF_ERROR(api.ort->GetValueInfoName(value, &name));
+  if (!name || !*name) return nullptr;
+  operand->present = true;
+  const OrtTypeInfo* type_info = nullptr;
+  DF_RETURN_IF_ERROR(api.ort->GetValueInfoTypeInfo(value, &type_info));
+  const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+  if (type_info) DF_RETURN_IF_ERROR(api.ort->CastTypeInfoToTensorInfo(type_info, &tensor));
+  if (!tensor) return nullptr;
+  DF_RETURN_IF_ERROR(api.ort->GetTensorElementType(tensor, &operand->type));
+  if (!api.ort->TensorTypeAndShape_HasShape(tensor)) return nullptr;
+  size_t rank = 0;
+  DF_RETURN_IF_ERROR(api.ort->GetDimensionsCount(tensor, &rank));
+  operand->rank = static_cast<int64_t>(rank);
+  std::vector<int64_t> dims(rank);
+  if (rank) DF_RETURN_IF_ERROR(api.ort->GetDimensions(tensor, dims.data(), rank));
+  for (size_t i = 0; i < std::min<size_t>(rank, kMaxRank); ++i) operand->dims[i] = dims[i] < 0 ? kUnknown : dims[i];
+  return nullptr;
+}
+
+OrtStatus* Describe(const Api& api, const OrtValue* value, Operand* operand, const void** data) {
+  *data = nullptr;
+  if (!value) return nullptr;
+  operand->present = true;
+  const int64_t* dims = nullptr;
+  size_t rank = 0;
+  DF_RETURN_IF_ERROR(api.ort->GetTensorElementTypeAndShapeDataReference(value, &operand->type, &dims, &rank));
+  operand->rank = static_cast<int64_t>(rank);
+  std::copy_n(dims, std::min<size_t>(rank, kMaxRank), operand->dims.begin());
+  return api.ort->GetTensorData(value, data);
+}
+
+// The prefix sums must be in order and cover the tokens, or the kernel would reach outside of its operands.
+std::string CheckSequences(const kda::Params& p) {
+  int64_t previous = 0;
+  for (int64_t i = 0; i <= p.num_seqs; ++i) {
+    const int64_t at = p.cu_seqlens_int64 ? static_cast<const int64_t*>(p.cu_seqlens)[i]
+                                          : static_cast<const int32_t*>(p.cu_seqlens)[i];
+    if (at < previous || (i == 0 && at != 0) || at > p.seq_len || (i == p.num_seqs && at != p.seq_len))
+      return "cu_seqlens[" + std::to_string(i) + "] is " + std::to_string(at) +
+             ": expected prefix sums from 0 to " + std::to_string(p.seq_len);
+    previous = at;
+  }
+  return "";
+}
+
+// ORT's thread pool as the kernels ask for it.
+struct Pool {
+  const Api* api;
+  const OrtKernelContext* context;
+  OrtStatus* status;
+};
+
+struct PoolTask {
+  void (*fn)(void* ctx, int64_t i);
+  void* ctx;
+};
+
+void RunOnPool(void* user, int64_t count, void (*fn)(void* ctx, int64_t i), void* ctx) {
+  auto* pool = static_cast<Pool*>(user);
+  if (count <= 0 || pool->status) return;
+  if (count == 1) return fn(ctx, 0);
+  PoolTask task{fn, ctx};
+  pool->status = pool->api->ort->KernelContext_ParallelFor(
+      pool->context,
+      [](void* data, size_t i) {
+        const auto* task = static_cast<const PoolTask*>(data);
+        task->fn(task->ctx, static_cast<int64_t>(i));
+      },
+      static_cast<size_t>(count), 0, &task);
+}
+
+// Workspace from the session's allocator, given back when the call is over. On a device that is in stream order: what
+// takes the memory next is queued behind the kernels that use it.
+class Workspace {
+ public:
+  explicit Workspace(const Api& api) : api_(api) {}
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace() {
+    if (data_) allocator_->Free(allocator_, data_);
+    if (allocator_) api_.ort->ReleaseAllocator(allocator_);
+  }
+  OrtStatus* Take(const OrtKernelContext* context, const OrtMemoryInfo* memory, size_t bytes) {
+    if (bytes == 0) return nullptr;
+    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetAllocator(context, memory, &allocator_));
+    return api_.ort->KernelContext_GetScratchBuffer(context, memory, bytes, &data_);
+  }
+  void* data() const { return data_; }
+
+ private:
+  const Api& api_;
+  OrtAllocator* allocator_ = nullptr;
+  void* data_ = nullptr;
+};
+
+class KdaKernel final : public OrtKernelImpl {
+ public:
+  KdaKernel(const Api& api, const Device& device, std::string node, KdaAttributes attributes)
+      : OrtKernelImpl{}, api_(api), device_(device), node_(std::move(node)), attributes_(std::move(attributes)) {
+    ort_version_supported = kOrtApiVersion;
+    Compute = [](OrtKernelImpl* self, OrtKernelContext* context) noexcept -> OrtStatus* {
+      auto* kernel = static_cast<KdaKernel*>(self);
+      return Guard(kernel->api_, [&] { return kernel->Run(context); });
+    };
+    Release = [](OrtKernelImpl* self) noexcept { delete static_cast<KdaKernel*>(self); };
+  }
+
+ private:
+  OrtStatus* Fail(const std::string& reason) const {
+    return MakeStatus(api_, ORT_INVALID_ARGUMENT, std::string(kKdaOpType) + " node '" + node_ + "': " + reason);
+  }
+
+  OrtStatus* Run(OrtKernelContext* context) const {
+    KdaOperands operands;
+    std::array<const void*, kKdaInputs> data{};
+    size_t count = 0;
+    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetInputCount(context, &count));
+    for (size_t i = 0; i < std::min<size_t>(count, kKdaInputs); ++i) {
+      const OrtValue* value = nullptr;
+      DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetInput(context, i, &value));
+      DF_RETURN_IF_ERROR(Describe(api_, value, &operands.inputs[i], &data[i]));
+    }
+
+    // Outputs are made from the inputs' geometry, so that is bound first, with o alone; their presence and types after.
+    operands.outputs[kO].present = true;
+    kda::Params params;
+    if (const std::string reason = BindGeometry(attributes_, operands, &params); !reason.empty()) return Fail(reason);
+    BindInputs(data, &params);
+    if (!device_.cuda && params.cu_seqlens)
+      if (const std::string reason = CheckSequences(params); !reason.empty()) return Fail(reason);
+
+    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetOutputCount(context, &count));
+    const std::array<Shape, kKdaOutputs> shapes = OutputShapes(params);
+    std::array<void*, kKdaOutputs> results{};
+    for (size_t i = 0; i < std::min<size_t>(count, kKdaOutputs); ++i) {
+      OrtValue* value = nullptr;
+      DF_RETURN_IF_ERROR(
+          api_.ort->KernelContext_GetOutput(context, i, shapes[i].dims.data(), shapes[i].rank, &value));
+      const void* unused = nullptr;
+      DF_RETURN_IF_ERROR(Describe(api_, value, &operands.outputs[i], &unused));
+      if (value) DF_RETURN_IF_ERROR(api_.ort->GetTensorMutableData(value, &results[i]));
+    }
+    if (const std::string reason = BindGeometry(attributes_, operands, &params); !reason.empty()) return Fail(reason);
+    params.o = results[kO];
+    params.present_conv_state = results[kPresentConvState];
+    params.final_state = results[kFinalState];
+    return device_.cuda ? RunOnCuda(context, params) : RunOnCpu(context, params);
+  }
+
+  static void BindInputs(const std::array<const void*, kKdaInputs>& data, kda::Params* p) {
+    p->q = data[kQ];
+    p->k = data[kK];
+    p->v = data[kV];
+    if (!p->k) {  // packed q | k | v: three pointers into one buffer
+      const size_t bytes = p->dtype == kda::DType::kFloat32 ? 4 : 2;
+      const size_t width = size_t(p->num_heads) * p->head_dim * bytes;
+      p->k = static_cast<const char*>(p->q) + width;
+      p->v = static_cast<const char*>(p->q) + 2 * width;
+    }
+    p->g = data[kG];
+    p->beta = data[kBeta];
+    p->A_log = static_cast<const float*>(data[kALog]);
+    p->dt_bias = static_cast<const float*>(data[kDtBias]);
+    p->conv_weight = static_cast<const float*>(data[kConvWeight]);
+    p->conv_bias = static_cast<const float*>(data[kConvBias]);
+    p->conv_state = data[kConvState];
+    p->initial_state = data[kInitialState];
+    p->norm_weight = static_cast<const float*>(data[kNormWeight]);
+    p->gate = data[kGate];
+    p->cu_seqlens = data[kCuSeqlens];
+  }
+
+  OrtStatus* RunOnCpu(const OrtKernelContext* context, const kda::Params& params) const {
+    if (const char* reason = kda::cpu_refusal(params)) return Fail(reason);
+    Workspace workspace(api_);
+    DF_RETURN_IF_ERROR(workspace.Take(context, device_.memory, kda::cpu_workspace_bytes(params)));
+    Pool pool{&api_, context, nullptr};
+    const char* failure = kda::cpu_forward(params, workspace.data(), RunOnPool, &pool);
+    if (pool.status) return pool.status;
+    return failure ? Fail(failure) : nullptr;
+  }
+
+  OrtStatus* RunOnCuda(const OrtKernelContext* context, const kda::Params& params) const {
+    DF_RETURN_IF_ERROR(UseCudaDevice(api_, device_));
+    if (const char* reason = kda::cuda_refusal(params, device_.compute_capability)) return Fail(reason);
+    void* stream = nullptr;  // of the CUDA EP where there is one; null is the default stream
+    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetGPUComputeStream(context, &stream));
+    Workspace workspace(api_);
+    DF_RETURN_IF_ERROR(workspace.Take(context, device_.memory, kda::cuda_workspace_bytes(params)));
+    const char* failure = kda::cuda_forward(params, workspace.data(), stream);
+    return failure ? Fail(failure) : nullptr;
+  }
+
+  const Api& api_;
+  const Device& device_;
+  const std::string node_;
+  const KdaAttributes attributes_;
+};
+
+// The first attribute of the node that this version does not know, or "".
+OrtStatus* UnknownAttribute(const Api& api, const OrtNode* node, std::string* unknown) {
+  size_t count = 0;
+  DF_RETURN_IF_ERROR(api.ort->Node_GetNumAttributes(node, &count));
+  std::vector<const OrtOpAttr*> attributes(count);
+  if (count) DF_RETURN_IF_ERROR(api.ort->Node_GetAttributes(node, attributes.data(), count));
+  for (const OrtOpAttr* attribute : attributes) {
+    const char* name = nullptr;
+    DF_RETURN_IF_ERROR(api.ort->OpAttr_GetName(attribute, &name));
+    if (!KnownAttributes().count(name)) {
+      *unknown = name;
+      return nullptr;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+OrtStatus* KdaRefusal(const Api& api, const Device& device, const OrtNode* node, std::string* reason) {
+  std::string unknown;
+  DF_RETURN_IF_ERROR(UnknownAttribute(api, node, &unknown));
+  if (!unknown.empty()) {
+    *reason = "attribute " + unknown + " is not known to this version of deltafuse";
+    return nullptr;
+  }
+  KdaAttributes attributes;
+  *reason = ReadAttributes(NodeAttributes(api, node), &attributes);
+  if (!reason->empty()) return nullptr;
+
+  size_t inputs = 0, outputs = 0;
+  DF_RETURN_IF_ERROR(api.ort->Node_GetNumInputs(node, &inputs));
+  DF_RETURN_IF_ERROR(api.ort->Node_GetNumOutputs(node, &outputs));
+  if (inputs > kKdaInputs || outputs > kKdaOutputs) {
+    *reason = "it has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) +
+              " outputs: expected at most " + std::to_string(kKdaInputs) + " and " + std::to_string(kKdaOutputs);
+    return nullptr;
+  }
+  std::vector<const OrtValueInfo*> values(std::max(inputs, outputs));
+  KdaOperands operands;
+  DF_RETURN_IF_ERROR(api.ort->Node_GetInputs(node, values.data(), inputs));
+  for (size_t i = 0; i < inputs; ++i) DF_RETURN_IF_ERROR(Describe(api, values[i], &operands.inputs[i]));
+  DF_RETURN_IF_ERROR(api.ort->Node_GetOutputs(node, values.data(), outputs));
+  for (size_t i = 0; i < outputs; ++i) DF_RETURN_IF_ERROR(Describe(api, values[i], &operands.outputs[i]));
+
+  kda::Params params;
+  *reason = BindGeometry(attributes, operands, &params);
+  if (!reason->empty()) return nullptr;
+  if (device.cuda) *reason = MissingCode(device);
+  if (!reason->empty()) return nullptr;
+  const char* refusal = device.cuda ? kda::cuda_refusal(params, device.compute_capability) : kda::cpu_refusal(params);
+  if (refusal) *reason = refusal;
+  return nullptr;
+}
+
+OrtStatus* CreateKdaKernel(const Api& api, const Device& device, const OrtKernelInfo* info, OrtKernelImpl** kernel) {
+  size_t bytes = 0;
+  DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetNodeName(info, nullptr, &bytes));
+  std::string node(bytes, '\0');
+  if (bytes) DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetNodeName(info, node.data(), &bytes));
+  node = node.c_str();
+  KdaAttributes attributes;
+  const std::string reason = ReadAttributes(KernelAttributes(api, info), &attributes);
+  if (!reason.empty())
+    return MakeStatus(api, ORT_INVALID_ARGUMENT, std::string(kKdaOpType) + " node '" + node + "': " + reason);
+  *kernel = new KdaKernel(api, device, std::move(node), std::move(attributes));
+  return nullptr;
+}
+
+}  // namespace deltafuse::ep
