@@ -108,7 +108,9 @@ def draw_inputs(
         q, k = (y / np.sqrt(np.sum(y * y, axis=-1, keepdims=True)) for y in (q, k))
     elif case == "tiny-keys":
         q, k = (y * np.sqrt(config.l2norm_eps / key_dim) * rng.uniform(0.3, 3.0, (*lead, heads, 1)) for y in (q, k))
-    values: dict[str, Array] = {"q": q.reshape(*lead, -1), "k": k.reshape(*lead, -1), "v": v.reshape(*lead, -1)}
+    values: dict[str, Array] = {
+        name: y.reshape(*lead, y.shape[2] * y.shape[3]) for name, y in (("q", q), ("k", k), ("v", v))
+    }
     if config.packed_qkv:
         values = {"q": np.concatenate([values["q"], values["k"], values["v"]], axis=-1)}
 
@@ -119,7 +121,8 @@ def draw_inputs(
     values["A_log"] = a_log
     values["dt_bias"] = dt_bias
     decay = _log_decays(config, (*lead, v_heads, key_dim), rng, case)
-    values["g"] = _gate_inputs(config, decay, a_log, dt_bias if config.has_dt_bias else None).reshape(*lead, -1)
+    values["g"] = _gate_inputs(config, decay, a_log, dt_bias if config.has_dt_bias else None)
+    values["g"] = values["g"].reshape(*lead, v_heads * key_dim)
     if config.beta_activation == "sigmoid":
         values["beta"] = rng.normal(4.0 if case == "collinear-slow" else 0.0, 1.5, (*lead, v_heads))
     else:

@@ -9,29 +9,8 @@ import numpy as np
 import pytest
 from deltafuse.custom_ops.kda.draw import CASES, draw_inputs
 from deltafuse.custom_ops.kda.reference import delta_rule, reference, relative_error
-from deltafuse.custom_ops.kda.spec import KdaConfig
 
-FULL = KdaConfig(
-    num_heads=2,
-    num_v_heads=4,
-    head_dim=6,
-    head_v_dim=5,
-    scale=0.4,
-    qk_l2norm="sum",
-    gate_activation="sigmoid",
-    beta_activation="sigmoid",
-    conv_activation="silu",
-    output_gate="sigmoid",
-    conv_width=4,
-    conv_state_width=3,
-    has_dt_bias=True,
-    has_conv_bias=True,
-    has_conv_state=True,
-    has_initial_state=True,
-    has_norm=True,
-    has_present_conv_state=True,
-    has_final_state=True,
-)
+from .configs import FULL
 
 
 def test_recurrence_equals_the_chunked_form() -> None:
