@@ -173,10 +173,6 @@ def _pipeline() -> Callable[..., FusionReport]:
 
 
 def _budget(memory: int | str | None, seconds: float | None) -> Any:
-    if memory is None and seconds is None:
-        return None
-    from .fusions.pipeline import ProofBudget
-
     options: dict[str, Any] = {}
     if memory is not None:
         options["memory"] = parse_bytes(memory)
@@ -184,6 +180,10 @@ def _budget(memory: int | str | None, seconds: float | None) -> Any:
         if not seconds > 0:
             raise OptionError(f"proof seconds {seconds}: expected more than 0")
         options["seconds"] = float(seconds)
+    if not options:
+        return None
+    from .fusions.pipeline import ProofBudget
+
     return ProofBudget(**options)
 
 

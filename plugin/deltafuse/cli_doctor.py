@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from . import __version__
 from .registry import targets
@@ -98,11 +99,14 @@ def _text(error: BaseException) -> str:
 
 def render(findings: dict[str, Any], out: Console) -> None:
     """Print the findings, problems marked."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
 
     def line(label: str, value: str, problem: str | None = None) -> None:
-        out.print(f"[bold]{label:<13}[/]{escape(value)}")
+        table.add_row(label, escape(value))
         if problem:
-            out.print(f"{'':13}[yellow]{escape(problem)}[/]")
+            table.add_row("", f"[yellow]{escape(problem)}[/]")
 
     line("deltafuse", findings["deltafuse"])
     line("python", f"{findings['python']} on {findings['platform']}")
@@ -115,7 +119,7 @@ def render(findings: dict[str, Any], out: Console) -> None:
     plugin = findings["plugin"]
     line("plugin", plugin["library"] or "no library", plugin["problem"])
     for name, value in (plugin["build"] or {}).items():
-        out.print(f"{'':13}{escape(str(name))}: {escape(str(value))}")
+        line("", f"{name}: {value}")
     if plugin["loads"]:
         devices = [f"{device['type']} ({device['vendor']})" for device in plugin["devices"]]
         line("loads", "yes; devices: " + (", ".join(devices) or "none"))
@@ -124,3 +128,4 @@ def render(findings: dict[str, Any], out: Console) -> None:
         if entry["runs"] and targets.TARGETS[entry["target"]].kernels_need_plugin:
             verdict += ", on the plugin's kernels" if plugin["loads"] else ", by its ONNX body (no plugin)"
         line("target", f"{entry['target']}: {entry['op']} {verdict}")
+    out.print(table)

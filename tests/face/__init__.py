@@ -1,0 +1,1 @@
+"""Tests of the Python face: API, files, CLI, report, registry, examples."""

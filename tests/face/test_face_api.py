@@ -1,0 +1,174 @@
+"""``deltafuse.fuse``: options, requirements, reports, and the kinds that go in and come out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import deltafuse
+import onnx
+import onnx_graphsurgeon as gs
+import onnx_ir as ir
+import pytest
+from deltafuse import api, errors
+
+from .kit import FakePipeline
+
+
+def test_import_is_light() -> None:
+    """``import deltafuse`` brings in neither onnx nor onnxruntime nor numpy, and all public names resolve."""
+    heavy = ("onnx", "onnx_ir", "onnxruntime", "numpy", "rich")
+    program = f"import sys, deltafuse; print(*[m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+    for name in deltafuse.__all__:
+        assert getattr(deltafuse, name) is not None
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        deltafuse.nothing_like_this  # noqa: B018
+
+
+def test_functions_are_not_hidden_by_modules() -> None:
+    """Importing the module ``deltafuse.session`` first leaves ``deltafuse.session`` a function."""
+    program = "import deltafuse.session, deltafuse; assert callable(deltafuse.session), deltafuse.session"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_path_to_path(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    before = path.read_bytes()
+    report = deltafuse.fuse(path, tmp_path / "out.onnx", require={"kda": 2}, report=tmp_path / "report.json")
+    assert path.read_bytes() == before
+    assert report.count("kda") == 2 and report.output == str(tmp_path / "out.onnx")
+    assert report.source == str(path) and report.input_kind == "path"
+    properties = {p.key: p.value for p in onnx.load(tmp_path / "out.onnx").metadata_props}
+    assert properties == {
+        "author": "somebody",
+        "deltafuse.version": "0.1.0",
+        "deltafuse.target": "plugin",
+        "deltafuse.verified": "true",
+        "deltafuse.fused": "kda=2",
+    }
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["regions"][0]["proof"]["error"] == 1.5e-7
+    assert written["output_bytes"] == (tmp_path / "out.onnx").stat().st_size
+
+
+def test_no_verify_is_recorded(pipeline: FakePipeline, path: Path) -> None:
+    report = deltafuse.fuse(path, verify=False, target="portable")
+    assert report.model is not None
+    assert report.model.metadata_props["deltafuse.verified"] == "false: --no-verify"
+    assert report.model.metadata_props["deltafuse.target"] == "portable"
+    assert pipeline.calls == [{"verify": False, "target": "portable", "dry_run": False, "proof_budget": None}]
+
+
+def test_each_kind_comes_back(pipeline: FakePipeline, path: Path, proto: onnx.ModelProto) -> None:
+    model = ir.from_proto(proto)
+    graph = gs.import_onnx(proto)
+    before = proto.SerializeToString()
+    for source, kind in ((proto, onnx.ModelProto), (model, ir.Model), (graph, gs.Graph), (path, ir.Model)):
+        report = deltafuse.fuse(source)
+        assert isinstance(report.result(), kind)
+        assert report.result() is not source
+        assert [n.op_type for n in report.to_proto().graph.node] == ["Add"]
+        assert [n.op for n in report.to_graphsurgeon().nodes] == ["Add"]
+    assert proto.SerializeToString() == before
+    assert "deltafuse.version" not in model.metadata_props
+
+
+def test_graphsurgeon_and_overloads(pipeline: FakePipeline, proto: onnx.ModelProto) -> None:
+    """graph-surgeon drops overloads: one body of an op survives it, several are refused."""
+    helper = onnx.helper
+
+    def with_bodies(*overloads: str) -> onnx.ModelProto:
+        model = onnx.ModelProto()
+        model.CopyFrom(proto)
+        model.opset_import.append(helper.make_opsetid("deltafuse", 1))
+        del model.graph.node[:]
+        previous = "x"
+        for i, overload in enumerate(overloads):
+            result = "y" if i == len(overloads) - 1 else f"t{i}"
+            call = helper.make_node("F", [previous, "w"], [result], domain="deltafuse", overload=overload)
+            model.graph.node.append(call)
+            body = [helper.make_node("Add", ["a", "b"], ["c"])]
+            function = helper.make_function(
+                "deltafuse", "F", ["a", "b"], ["c"], body, [helper.make_opsetid("", 20)], overload=overload
+            )
+            model.functions.append(function)
+            previous = result
+        return model
+
+    one = deltafuse.fuse(with_bodies("h4")).to_graphsurgeon()
+    back = gs.export_onnx(one)
+    onnx.checker.check_model(back)
+    assert back.graph.node[0].op_type == "F" and len(back.functions) == 1
+    with pytest.raises(errors.OutputError, match="several of F: use to_proto"):
+        deltafuse.fuse(with_bodies("h4", "h8")).to_graphsurgeon()
+
+
+def test_unmet_requirement_writes_the_report_only(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    with pytest.raises(errors.RequirementError, match="required kda=3, fused 2.*relative error 3.1e-02") as caught:
+        deltafuse.fuse(path, tmp_path / "out.onnx", require={"kda": 3}, report=tmp_path / "report.json")
+    assert caught.value.missing == {"kda": (3, 2)} and caught.value.report.count("kda") == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.onnx", "report.json"]
+
+
+def test_dry_run(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    report = deltafuse.fuse(path, dry_run=True, require={"kda": 2})
+    assert report.dry_run and [p.name for p in tmp_path.iterdir()] == ["in.onnx"]
+    assert api.found(report, "kda") == 2
+    with pytest.raises(errors.OutputError, match="dry run"):
+        report.to_proto()
+    with pytest.raises(errors.RequirementError, match="required kda=3, recognised 2"):
+        deltafuse.inspect(path, require={"kda": 3})
+    assert pipeline.calls[0]["verify"] is True and pipeline.calls[1]["verify"] is False
+
+
+def test_bad_options(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    bad: list[tuple[dict[str, object], str]] = [
+        ({"target": "cuda"}, "target 'cuda': expected one of plugin, portable"),
+        ({"require": {"mla": 1}}, "expected an op among kda"),
+        ({"require": {"kda": -1}}, "whole number"),
+        ({"require": {"kda": True}}, "whole number"),
+        ({"proof_memory": "lots"}, "expected a size such as 4GiB"),
+        ({"proof_memory": 0}, "more than 0 bytes"),
+        ({"proof_seconds": 0}, "more than 0"),
+        ({"dry_run": True, "output": tmp_path / "o.onnx"}, "dry run writes no model"),
+    ]
+    for options, expected in bad:
+        with pytest.raises(errors.OptionError, match=expected):
+            deltafuse.fuse(path, **options)  # type: ignore[arg-type]
+    assert pipeline.calls == []
+
+
+def test_output_is_checked_before_the_work(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    for options in ({"output": tmp_path / "absent" / "o.onnx"}, {"report": tmp_path}):
+        with pytest.raises(errors.OutputError):
+            deltafuse.fuse(path, **options)  # type: ignore[arg-type]
+    assert pipeline.calls == []
+
+
+def test_onnxruntime_is_checked(pipeline: FakePipeline, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "__version__", "1.26.0")
+    with pytest.raises(errors.OrtError, match=r"needs onnxruntime 1\.27 or newer, found 1\.26\.0"):
+        deltafuse.fuse(path)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(errors.OrtError, match="pip install onnxruntime"):
+        deltafuse.fuse(path)
+    deltafuse.fuse(path, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4GiB", 4 << 30), ("512 MiB", 512 << 20), ("1.5g", 3 << 29), ("64B", 64), (7, 7), ("2K", 2048)],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert api.parse_bytes(text) == expected
+
+
+def test_json_is_strict(pipeline: FakePipeline, path: Path) -> None:
+    report = deltafuse.fuse(path)
+    report.regions[0].proof.error = float("nan")  # type: ignore[union-attr]
+    assert json.loads(report.to_json())["regions"][0]["proof"]["error"] is None

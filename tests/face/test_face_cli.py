@@ -1,0 +1,124 @@
+"""The command line: exit codes, one-line errors, clean stdout, help."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deltafuse import __version__
+from deltafuse.cli import app
+from typer.testing import CliRunner
+
+from .kit import FakePipeline
+
+runner = CliRunner()
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run ``deltafuse`` in a process of its own."""
+    program = "from deltafuse.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_fuse(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.onnx"
+    result = runner.invoke(app, ["fuse", str(path), "-o", str(out), "--require", "kda=2"])
+    assert result.exit_code == 0, result.output
+    assert out.exists() and result.stderr == ""
+    text = " ".join(result.stdout.split())
+    for part in ("3,000 nodes before, 200 after", "3.0e-07 / 2e-05", "absorbed: conv, gate", "fold-shapes"):
+        assert part in text, result.stdout
+    assert "refused because: output o: relative error" in text
+    assert all(len(line) <= 80 for line in result.stdout.splitlines() if "/" not in line)
+    assert "\x1b" not in result.stdout
+
+
+def test_required(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["fuse", str(path), "-o", str(tmp_path / "out.onnx"), "--require", "kda=3"])
+    assert result.exit_code == 1
+    assert "required kda=3, fused 2" in result.stderr and "relative error 3.1e-02" in result.stderr
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_json_alone_on_stdout(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["fuse", str(path), "-o", str(tmp_path / "o.onnx"), "--json", "--require", "kda=9"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["nodes_before"] == 3000
+
+
+def test_quiet_and_report(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    arguments = ["fuse", str(path), "-o", str(tmp_path / "o.onnx"), "-q", "--report", str(tmp_path / "r.json")]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0 and result.output == ""
+    assert json.loads((tmp_path / "r.json").read_text())["target"] == "plugin"
+
+
+def test_dry_run_and_inspect(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
+    for arguments in (["fuse", str(path), "--dry-run"], ["inspect", str(path)]):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 0 and "nothing changed (dry run)" in result.stdout, result.output
+        assert "recognised" in result.stdout and "refused because" in result.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["in.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fuse", "{path}"], "give -o OUT.onnx"),
+        (["fuse"], "Missing argument"),
+        (["fuse", "{path}", "-o", "o.onnx", "--require", "kda"], "expected OP=COUNT"),
+        (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--require", "moe=1"], "expected an op among kda"),
+        (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--target", "cuda"], "expected one of plugin, portable"),
+        (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--proof-memory", "much"], "expected a size"),
+        (["fuse", "{path}", "-o", "{tmp}"], "is a directory"),
+        (["fuse", "{tmp}/absent.onnx", "-o", "{tmp}/o.onnx"], "no such file"),
+        (["inspect", "{tmp}"], "is a directory"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_bad_usage(pipeline: FakePipeline, path: Path, tmp_path: Path, arguments: list[str], expected: str) -> None:
+    result = runner.invoke(app, [a.format(path=path, tmp=tmp_path) for a in arguments])
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.split()) and "Traceback" not in result.output
+    assert pipeline.calls == []
+
+
+def test_unexpected_errors_are_one_line(pipeline: FakePipeline, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline.error = RuntimeError("something [odd]\nhappened")
+    result = runner.invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 3 and result.stdout == ""
+    assert "unexpected RuntimeError: something [odd] happened" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    monkeypatch.setenv("DELTAFUSE_TRACEBACK", "1")
+    assert "Traceback" in runner.invoke(app, ["inspect", str(path)]).stderr
+
+
+def test_bad_files_in_a_process(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(os.urandom(1000))
+    done = command("fuse", bad, "-o", tmp_path / "out.onnx")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.onnx"]
+
+
+def test_version_and_help() -> None:
+    assert runner.invoke(app, ["version"]).stdout.strip() == __version__
+    assert "fuse" in runner.invoke(app, []).output
+    for name in ("fuse", "inspect", "doctor", "version"):
+        assert runner.invoke(app, [name, "--help"]).exit_code == 0
+
+
+def test_doctor() -> None:
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    findings = json.loads(result.stdout)
+    assert findings["deltafuse"] == __version__ and findings["onnxruntime"]["version"]
+    assert {(t["target"], t["runs"]) for t in findings["targets"]} == {("plugin", True), ("portable", True)}
+    assert findings["plugin"]["loads"] or findings["plugin"]["problem"]
+    text = runner.invoke(app, ["doctor"])
+    assert text.exit_code == 0 and "onnxruntime" in text.stdout
