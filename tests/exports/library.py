@@ -113,7 +113,7 @@ def feeds_for(
     shapes: dict[str, list[int | str]] | None = None,
     seed: int = 0,
 ) -> Arrays:
-    """Random inputs: token ids below 120 for integers, normal numbers times 0.5 for floats.
+    """Random inputs: token ids below 60 for integers, normal numbers times 0.5 for floats, negative for a log decay.
 
     A dimension may be a sum such as ``past + 1``; its parts are bound by name.
     """
@@ -127,11 +127,12 @@ def feeds_for(
         shape = [d if isinstance(d, int) else int(eval(d, {"__builtins__": {}}, dict(binding))) for d in declared]  # noqa: S307
         dtype = NUMPY_TYPES[value.type.tensor_type.elem_type]
         if np.issubdtype(dtype, np.integer):
-            result[value.name] = rng.integers(3, 120, shape).astype(dtype)
+            result[value.name] = rng.integers(3, 60, shape).astype(dtype)
         elif dtype is np.bool_:
             result[value.name] = np.ones(shape, np.bool_)
         else:
-            result[value.name] = (0.5 * rng.standard_normal(shape)).astype(dtype)
+            drawn = 0.5 * rng.standard_normal(shape)
+            result[value.name] = (-np.abs(drawn) if "decay" in value.name else drawn).astype(dtype)
     return result
 
 

@@ -76,6 +76,40 @@ def kimi(**changes: Any) -> torch.nn.Module:
     return _causal(KimiLinearForCausalLM, KimiLinearConfig, {**_SMALL, **settings, **changes})
 
 
+def glm5(**changes: Any) -> torch.nn.Module:
+    """A small Glm5NextTextModel of linear-attention layers only: hyper-connections, padding mask, low-rank gates."""
+    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
+
+    common = {k: v for k, v in _SMALL.items() if k != "num_local_experts"}
+    settings = dict(
+        n_routed_experts=4,
+        q_lora_rank=12,
+        qk_rope_head_dim=0,
+        linear_head_dim=8,
+        linear_num_heads=3,
+        hc_mult=2,
+        hc_sinkhorn_iters=2,
+        layer_types=["linear_attention"] * 2,
+        mlp_layer_types=["dense", "sparse"],
+    )
+    return LinearOnly(_causal(Glm5NextTextModel, Glm5NextTextConfig, {**common, **settings, **changes}))
+
+
+class LinearOnly(torch.nn.Module):
+    """Supplies positions and masks, which such a model cannot get from a cache with no attention layer."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
+        mask = {"linear_attention": torch.ones_like(input_ids, dtype=torch.bool)}
+        return self.model(input_ids=input_ids, position_ids=positions, attention_mask=mask, **kwargs)
+
+
 _SMALL: dict[str, Any] = dict(
     vocab_size=64,
     hidden_size=40,
@@ -120,7 +154,7 @@ class Logits(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, use_cache=False).logits
+        return first_output(self.model(input_ids=input_ids, use_cache=False))
 
 
 class PrefillWithStates(torch.nn.Module):
@@ -132,7 +166,7 @@ class PrefillWithStates(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = self.model(input_ids=input_ids, use_cache=True)
-        return (out.logits, *flat_cache(out.cache))
+        return (first_output(out), *flat_cache(out.cache))
 
 
 class StepWithStates(torch.nn.Module):
@@ -144,7 +178,12 @@ class StepWithStates(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, *past: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = self.model(input_ids=input_ids, cache=cache_from(self.model.config, past), use_cache=True)
-        return (out.logits, *flat_cache(out.cache))
+        return (first_output(out), *flat_cache(out.cache))
+
+
+def first_output(out: Any) -> torch.Tensor:
+    """Logits, or the hidden states of a model without a head."""
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
 def flat_cache(cache: Any) -> list[torch.Tensor]:
@@ -193,6 +232,7 @@ def export(
     dynamic: Any = None,
     names: tuple[Sequence[str], Sequence[str]] = ((), ()),
     truth: Callable[[], dict[str, tuple[Any, ...]]] | None = None,
+    truth_module: torch.nn.Module | None = None,
     opset: int | None = None,
     optimize: bool = True,
     after: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
@@ -200,7 +240,8 @@ def export(
 ) -> onnx.ModelProto | None:
     """Export with torch.onnx, post-process with ``after``, pack; say so on one line, or say why it failed.
 
-    ``truth`` gives the arguments of each case whose outputs PyTorch computes now.
+    ``truth`` gives the arguments of each case whose outputs PyTorch computes now, with ``truth_module`` (a float32 twin
+    of a half-precision module) where one is given.
     """
     started = time.time()
     try:
@@ -228,7 +269,7 @@ def export(
         cases = {}
         for case, call in truth().items():
             with torch.no_grad():
-                result = module(*call)
+                result = (truth_module or module)(*call)
             result = result if isinstance(result, tuple) else (result,)
             cases[case] = (
                 dict(zip(inputs, map(array, call), strict=True)),
