@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .api import fuse, inspect
     from .discovery import build_info, get_ep_name, get_ep_names, get_library_path
     from .errors import DeltaFuseError, RequirementError
-    from .fusions.pipeline import ProofBudget
+    from .fusions.proof import ProofBudget
     from .fusions.result import FusionReport
     from .session import assignment, register, session
 
@@ -27,7 +27,7 @@ _WHERE = {
     "DeltaFuseError": ".errors",
     "RequirementError": ".errors",
     "FusionReport": ".fusions.result",
-    "ProofBudget": ".fusions.pipeline",
+    "ProofBudget": ".fusions.proof",
     "get_library_path": ".discovery",
     "get_ep_name": ".discovery",
     "get_ep_names": ".discovery",

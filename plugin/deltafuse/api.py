@@ -182,7 +182,7 @@ def _budget(memory: int | str | None, seconds: float | None) -> Any:
         options["seconds"] = float(seconds)
     if not options:
         return None
-    from .fusions.pipeline import ProofBudget
+    from .fusions.proof import ProofBudget
 
     return ProofBudget(**options)
 

@@ -1,0 +1,170 @@
+"""deltafuse on a real export, from file to numbers: fuse it, prove it, run it before and after.
+
+    python examples/quickstart.py
+
+The two models are small exports of a bailing_hybrid (Ling 3) model with random weights, written by torch.onnx: one
+takes a prompt, one takes a token and the states of the tokens before it. They come with the logits that PyTorch
+computed. No GPU is needed. Exits with 1 if anything is not as it should be.
+"""
+
+from __future__ import annotations
+
+import lzma
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import deltafuse
+import numpy as np
+import onnxruntime as ort
+from deltafuse import show
+
+DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
+PROMPT = "bailing_prefill_dynauto_batched"
+DECODE = "bailing_wrap_decode_dyn_batched"
+LENGTHS = (10, 60, 64, 65, 100, 200)  # those with PyTorch's logits
+STEPS = 32
+LIMIT = 1e-4  # relative error that float32 may have here
+
+Arrays = Mapping[str, np.ndarray]
+out = show.console()
+
+
+def main() -> int:
+    ort.set_default_logger_severity(4)  # the unfused prompt model is going to fail on purpose
+    with tempfile.TemporaryDirectory() as folder:
+        models = {name: unpack(name, Path(folder)) for name in (PROMPT, DECODE)}
+
+        out.rule("1. Fuse and prove")
+        fused = {name: path.with_suffix(".fused.onnx") for name, path in models.items()}
+        for name, path in models.items():
+            show.render(deltafuse.fuse(path, fused[name], require={"kda": 1}), out)
+            out.print()
+
+        out.rule("2. A prompt, before and after")
+        sessions = open_sessions(models[PROMPT], fused[PROMPT])
+        good = run_prompt(sessions)
+
+        out.rule("3. Token by token, before and after")
+        decoders = open_sessions(models[DECODE], fused[DECODE])
+        good = run_decode(decoders) and good
+
+        out.rule("4. Who ran what")
+        for what, group in (("prompt", sessions), ("token", decoders)):
+            for name, session in group.items():
+                out.print(f"{what:7} {name:20} {who_ran_what(session)}")
+    out.print("\nEverything is as it should be." if good else "\n[bold red]Something is wrong: see above.[/]")
+    return 0 if good else 1
+
+
+def unpack(name: str, folder: Path) -> Path:
+    path = folder / f"{name}.onnx"
+    path.write_bytes(lzma.decompress((DATA / f"{name}.onnx.xz").read_bytes()))
+    return path
+
+
+def open_sessions(unfused: Path, fused: Path) -> dict[str, ort.InferenceSession]:
+    """The model before and after, in stock ONNX Runtime and, where the plugin was built, on its CPU kernels."""
+    stock = ["CPUExecutionProvider"]
+    sessions = {
+        "unfused": ort.InferenceSession(unfused, providers=stock),
+        "fused, no plugin": ort.InferenceSession(fused, providers=stock),
+    }
+    try:
+        sessions["fused, plugin"] = deltafuse.session(fused, device="cpu")
+    except deltafuse.DeltaFuseError as error:
+        out.print(f"[yellow]no plugin here: {error}[/]")
+    return sessions
+
+
+def run_prompt(sessions: Mapping[str, ort.InferenceSession]) -> bool:
+    """Each length through each session, against PyTorch's logits. The unfused model fails from token 65 on."""
+    truth = np.load(DATA / f"{PROMPT}.truth.npz")
+    table = show.table_of()
+    for heading in ("tokens", *sessions):
+        table.add_column(heading, justify="right")
+    good, failure = True, ""
+    for length in LENGTHS:
+        feeds = {"input_ids": truth[f"ids_{length}"]}
+        cells = []
+        for name, session in sessions.items():
+            try:
+                (logits,), took = timed(lambda session=session, feeds=feeds: session.run(None, feeds))
+            except Exception as problem:
+                failure = str(problem)
+                good = good and name == "unfused" and length > 64
+                cells.append("[red]fails[/]")
+                continue
+            error = relative_error(logits, truth[f"logits_{length}"])
+            good = good and error <= LIMIT
+            cells.append(f"{show.seconds(took)}, error {error:.0e}")
+        table.add_row(str(length), *cells)
+    out.print(table)
+    out.print("\nErrors are relative to PyTorch's logits; times are medians of 5 runs.")
+    if failure:
+        out.print(f"The unfused export is right up to 64 tokens only. From token 65 on ONNX Runtime says:\n  {failure[:300]}")
+    out.print()
+    return good
+
+
+def run_decode(sessions: Mapping[str, ort.InferenceSession]) -> bool:
+    """The same tokens one by one, each step's states fed into the next, all sessions against the unfused one."""
+    tokens = np.random.default_rng(0).integers(0, 128, STEPS)
+    results = {name: decode(session, tokens) for name, session in sessions.items()}
+    expected, before = results["unfused"]
+    table = show.table_of()
+    for heading in ("session", "a token", "against unfused", "worst error"):
+        table.add_column(heading)
+    good = True
+    for name, (outputs, took) in results.items():
+        error = max(relative_error(a, b) for a, b in zip(outputs, expected, strict=True))
+        good = good and error <= LIMIT
+        table.add_row(name, show.seconds(took), f"{before / took:.2f} x", f"{error:.0e}")
+    out.print(table)
+    out.print(f"\n{STEPS} tokens; the errors are those of all logits and of the last states.\n")
+    return good
+
+
+def decode(session: ort.InferenceSession, tokens: np.ndarray) -> tuple[list[np.ndarray], float]:
+    """All steps' logits and the last states, and the median time of a step. States begin as zeros, caches empty."""
+    inputs = session.get_inputs()
+    states = [np.zeros([d if isinstance(d, int) else 0 for d in i.shape], np.float32) for i in inputs[1:]]
+    logits, times = [], []
+    for token in tokens:
+        feeds = {i.name: value for i, value in zip(inputs, [np.array([[token]]), *states], strict=True)}
+        begin = time.perf_counter()
+        step, *states = session.run(None, feeds)
+        times.append(time.perf_counter() - begin)
+        logits.append(step)
+    return [*logits, *states], median(times)
+
+
+def who_ran_what(session: ort.InferenceSession) -> str:
+    """How many nodes each execution provider got, and which of ours are fused kernels."""
+    nodes = deltafuse.assignment(session)
+    counts = Counter(node.provider for node in nodes)
+    ours = Counter(node.op_type for node in nodes if node.domain == "deltafuse")
+    kernels = "".join(f", of these {count} x {op}" for op, count in ours.items())
+    return ", ".join(f"{provider} {count} nodes" for provider, count in counts.items()) + kernels
+
+
+def timed(work: Callable[[], Any], repeats: int = 5) -> tuple[Any, float]:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        result = work()
+        times.append(time.perf_counter() - begin)
+    return result, median(times)
+
+
+def relative_error(value: np.ndarray, truth: np.ndarray) -> float:
+    return float(np.linalg.norm(value - truth) / max(float(np.linalg.norm(truth)), 1e-30))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
