@@ -1,4 +1,5 @@
-// Everything that needs the CUDA runtime. cuda_backend.cc implements it, cuda_none.cc stands in where a build has no CUDA.
+// Everything that needs the CUDA runtime. cuda_backend.cc implements it, cuda_none.cc stands in where a build has no
+// CUDA.
 #pragma once
 
 #include <memory>
@@ -29,8 +30,9 @@ OrtStatus* UseCudaDevice(const Api& api, const Device& device);
 OrtStatus* SynchronizeCuda(const Api& api, const Device& device);
 
 // Device memory. `caching` keeps freed blocks for the next request: only for one session, whose runs are ordered.
-OrtStatus* CreateCudaAllocator(const Api& api, const OrtMemoryInfo* info, int ordinal, bool caching,
-                               OrtAllocator** allocator);
+OrtStatus* CreateCudaAllocator(const Api& api, int ordinal, bool caching, OrtAllocator** allocator);
+// The device's memory, of the same kind as the CUDA EP's: ORT puts no copies between the two.
+OrtStatus* CreateCudaMemoryInfo(const Api& api, int ordinal, OrtMemoryInfo** info);
 void ReleaseCudaAllocator(OrtAllocator* allocator);
 
 // Copies between host and NVIDIA device memory.

@@ -24,7 +24,8 @@ std::string FindCudaDevice(const std::string&, Device*) { return kNoCuda; }
 std::string MissingCode(const Device&) { return kNoCuda; }
 OrtStatus* UseCudaDevice(const Api& api, const Device&) { return NoCuda(api); }
 OrtStatus* SynchronizeCuda(const Api& api, const Device&) { return NoCuda(api); }
-OrtStatus* CreateCudaAllocator(const Api& api, const OrtMemoryInfo*, int, bool, OrtAllocator**) { return NoCuda(api); }
+OrtStatus* CreateCudaAllocator(const Api& api, int, bool, OrtAllocator**) { return NoCuda(api); }
+OrtStatus* CreateCudaMemoryInfo(const Api& api, int, OrtMemoryInfo**) { return NoCuda(api); }
 void ReleaseCudaAllocator(OrtAllocator*) {}
 OrtStatus* CreateCudaDataTransfer(const Api&, OrtDataTransferImpl** transfer) {
   *transfer = nullptr;

@@ -30,10 +30,10 @@ Ep::Ep(const Api& api, const Device& device, const OrtKernelRegistry* registry, 
     return nullptr;
   };
   if (!device_.cuda) return;
-  OrtEp::CreateAllocator = [](OrtEp* self, const OrtMemoryInfo* info, OrtAllocator** allocator) noexcept {
+  OrtEp::CreateAllocator = [](OrtEp* self, const OrtMemoryInfo*, OrtAllocator** allocator) noexcept {
     auto* ep = static_cast<Ep*>(self);
     return Guard(ep->api_,
-                 [&] { return CreateCudaAllocator(ep->api_, info, ep->device_.ordinal, /*caching=*/true, allocator); });
+                 [&] { return CreateCudaAllocator(ep->api_, ep->device_.ordinal, /*caching=*/true, allocator); });
   };
   OrtEp::Sync = [](OrtEp* self) noexcept {
     auto* ep = static_cast<Ep*>(self);

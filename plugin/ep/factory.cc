@@ -35,9 +35,8 @@ Factory::Factory(const Api& api, const OrtLogger* logger) : OrtEpFactory{}, api_
   OrtEpFactory::GetSupportedDevices = [](OrtEpFactory* self, const OrtHardwareDevice* const* hardware, size_t count,
                                          OrtEpDevice** ep_devices, size_t max_ep_devices,
                                          size_t* num_ep_devices) noexcept {
-    return Guard(Self(self)->api_, [&] {
-      return Self(self)->OfferDevices(hardware, count, ep_devices, max_ep_devices, num_ep_devices);
-    });
+    return Guard(Self(self)->api_,
+                 [&] { return Self(self)->OfferDevices(hardware, count, ep_devices, max_ep_devices, num_ep_devices); });
   };
   OrtEpFactory::CreateEp = [](OrtEpFactory* self, const OrtHardwareDevice* const* hardware,
                               const OrtKeyValuePairs* const*, size_t count, const OrtSessionOptions* options,
@@ -52,9 +51,10 @@ Factory::Factory(const Api& api, const OrtLogger* logger) : OrtEpFactory{}, api_
     return Guard(factory->api_, [&]() -> OrtStatus* {
       for (const auto& served : factory->served_)
         if (served->device.cuda && info && served->device.memory &&
-            factory->api_.ep->MemoryDevice_AreEqual(factory->api_.ep->MemoryInfo_GetMemoryDevice(info),
-                                                    factory->api_.ep->MemoryInfo_GetMemoryDevice(served->device.memory)))
-          return CreateCudaAllocator(factory->api_, info, served->device.ordinal, /*caching=*/false, allocator);
+            factory->api_.ep->MemoryDevice_AreEqual(
+                factory->api_.ep->MemoryInfo_GetMemoryDevice(info),
+                factory->api_.ep->MemoryInfo_GetMemoryDevice(served->device.memory)))
+          return CreateCudaAllocator(factory->api_, served->device.ordinal, /*caching=*/false, allocator);
       return nullptr;  // null: ORT's own CPU allocator
     });
   };
@@ -115,10 +115,7 @@ OrtStatus* Factory::Serve(const OrtHardwareDevice* hardware, size_t nvidia_devic
       *served = known.get();
       return nullptr;
     }
-    // The same kind of memory as the CUDA EP's: ORT puts no copies between the two.
-    DF_RETURN_IF_ERROR(api_.ort->CreateMemoryInfo_V2("DeltaFuseCuda", OrtMemoryInfoDeviceType_GPU, kNvidiaVendorId,
-                                                     device.ordinal, OrtDeviceMemoryType_DEFAULT, 0, OrtDeviceAllocator,
-                                                     &memory));
+    DF_RETURN_IF_ERROR(CreateCudaMemoryInfo(api_, device.ordinal, &memory));
   } else {
     return nullptr;
   }

@@ -10,8 +10,9 @@ namespace {
 
 constexpr int kMaxConvWidth = 8;  // spec.MAX_CONV_WIDTH
 constexpr std::array<const char*, kKdaInputs> kInputNames = {
-    "q",         "k",          "v",             "g",           "beta", "A_log",     "dt_bias", "conv_weight",
-    "conv_bias", "conv_state", "initial_state", "norm_weight", "gate", "cu_seqlens"};
+    "q",       "k",           "v",         "g",          "beta",          "A_log",
+    "dt_bias", "conv_weight", "conv_bias", "conv_state", "initial_state", "norm_weight",
+    "gate",    "cu_seqlens"};
 
 template <typename... Parts>
 std::string Text(const Parts&... parts) {
@@ -121,12 +122,12 @@ int64_t FirstKnown(const KdaOperands& operands, std::initializer_list<KdaInput> 
 
 }  // namespace
 
-#define DF_REFUSE_IF(condition, ...)             \
-  do {                                           \
-    if (condition) return Text(__VA_ARGS__);     \
+#define DF_REFUSE_IF(condition, ...)         \
+  do {                                       \
+    if (condition) return Text(__VA_ARGS__); \
   } while (false)
-#define DF_TRY(expression)                                             \
-  do {                                                                 \
+#define DF_TRY(expression)                                                             \
+  do {                                                                                 \
     if (std::string df_reason_ = (expression); !df_reason_.empty()) return df_reason_; \
   } while (false)
 
@@ -202,8 +203,9 @@ std::string BindGeometry(const KdaAttributes& a, const KdaOperands& operands, kd
                in[kALog].present ? "without a gate_activation" : "is missing for the gate_activation");
   DF_REFUSE_IF(in[kGate].present != (a.output_gate != "none"), "gate ",
                in[kGate].present ? "without an output_gate" : "is missing for the output_gate");
-  DF_REFUSE_IF(!conv && (in[kConvBias].present || in[kConvState].present || present_conv || a.conv_activation != "none"),
-               "conv_bias, conv_state or conv_activation without a conv_weight");
+  DF_REFUSE_IF(
+      !conv && (in[kConvBias].present || in[kConvState].present || present_conv || a.conv_activation != "none"),
+      "conv_bias, conv_state or conv_activation without a conv_weight");
   DF_REFUSE_IF((in[kConvState].present || present_conv) && a.conv_state_width < 1,
                "conv_state or present_conv_state without conv_state_width");
 
@@ -236,9 +238,20 @@ std::string BindGeometry(const KdaAttributes& a, const KdaOperands& operands, kd
   const std::initializer_list<KdaInput> token_rows = {kQ, kK, kV, kG, kBeta, kGate};
   const int64_t batch = in[kCuSeqlens].present ? 1 : FirstKnown(operands, token_rows, 0);
   const int64_t tokens = FirstKnown(operands, token_rows, 1);
-  const std::array<int64_t, kKdaInputs> widths = {
-      packed ? channels : heads * key, heads * key, v_heads * value, v_heads * key, v_heads, 0, 0, 0, 0, 0, 0, 0,
-      v_heads * value,                 0};
+  const std::array<int64_t, kKdaInputs> widths = {packed ? channels : heads * key,
+                                                  heads * key,
+                                                  v_heads * value,
+                                                  v_heads * key,
+                                                  v_heads,
+                                                  0,
+                                                  0,
+                                                  0,
+                                                  0,
+                                                  0,
+                                                  0,
+                                                  0,
+                                                  v_heads * value,
+                                                  0};
   for (const KdaInput input : token_rows)
     if (in[input].present) DF_TRY(CheckShape(input, in[input], {batch, tokens, widths[input]}));
   int64_t sequences = batch;

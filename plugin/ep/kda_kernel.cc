@@ -1,97 +1,14 @@
 #include "kda_kernel.h"
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
-#include <set>
 #include <vector>
 
 #include "cuda_backend.h"
+#include "kda_attributes.h"
 #include "kda_binding.h"
 
 namespace deltafuse::ep {
 namespace {
-
-const std::set<std::string>& KnownAttributes() {
-  static const std::set<std::string> names = {
-      "num_heads",       "num_v_heads",     "head_dim",   "head_v_dim",      "scale",       "qk_l2norm",
-      "l2norm_eps",      "gate_activation", "lower_bound", "beta_activation", "beta_scale",  "conv_activation",
-      "output_gate",     "norm_eps",        "state_layout", "conv_state_width", "state_dtype"};
-  return names;
-}
-
-class NodeAttributes final : public AttributeSource {
- public:
-  NodeAttributes(const Api& api, const OrtNode* node) : api_(api), node_(node) {}
-
-  bool Int(const char* name, int64_t* value) const override { return Read(name, ORT_OP_ATTR_INT, value); }
-  bool Float(const char* name, float* value) const override { return Read(name, ORT_OP_ATTR_FLOAT, value); }
-  bool String(const char* name, std::string* value) const override {
-    const OrtOpAttr* attribute = Find(name, ORT_OP_ATTR_STRING);
-    if (!attribute) return false;
-    // With no room, the call fails and says how many bytes it needs.
-    size_t bytes = 0;
-    Ignore(api_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, nullptr, 0, &bytes));
-    std::string text(bytes, '\0');
-    if (bytes && !Ignore(api_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, text.data(), bytes, &bytes))) return false;
-    *value = text.c_str();
-    return true;
-  }
-
- private:
-  // True when the call succeeded; its error is not wanted.
-  bool Ignore(OrtStatus* status) const {
-    if (!status) return true;
-    api_.ort->ReleaseStatus(status);
-    return false;
-  }
-  const OrtOpAttr* Find(const char* name, OrtOpAttrType wanted) const {
-    const OrtOpAttr* attribute = nullptr;
-    OrtOpAttrType type = ORT_OP_ATTR_UNDEFINED;
-    if (!Ignore(api_.ort->Node_GetAttributeByName(node_, name, &attribute)) || !attribute) return nullptr;
-    if (!Ignore(api_.ort->OpAttr_GetType(attribute, &type)) || type != wanted) return nullptr;
-    return attribute;
-  }
-  template <typename T>
-  bool Read(const char* name, OrtOpAttrType type, T* value) const {
-    const OrtOpAttr* attribute = Find(name, type);
-    size_t bytes = 0;
-    return attribute && Ignore(api_.ort->ReadOpAttr(attribute, type, value, sizeof(T), &bytes));
-  }
-
-  const Api& api_;
-  const OrtNode* node_;
-};
-
-class KernelAttributes final : public AttributeSource {
- public:
-  KernelAttributes(const Api& api, const OrtKernelInfo* info) : api_(api), info_(info) {}
-
-  bool Int(const char* name, int64_t* value) const override {
-    return Ignore(api_.ort->KernelInfoGetAttribute_int64(info_, name, value));
-  }
-  bool Float(const char* name, float* value) const override {
-    return Ignore(api_.ort->KernelInfoGetAttribute_float(info_, name, value));
-  }
-  bool String(const char* name, std::string* value) const override {
-    size_t bytes = 0;
-    if (!Ignore(api_.ort->KernelInfoGetAttribute_string(info_, name, nullptr, &bytes))) return false;
-    std::string text(bytes, '\0');
-    if (bytes && !Ignore(api_.ort->KernelInfoGetAttribute_string(info_, name, text.data(), &bytes))) return false;
-    *value = text.c_str();
-    return true;
-  }
-
- private:
-  bool Ignore(OrtStatus* status) const {
-    if (!status) return true;
-    api_.ort->ReleaseStatus(status);
-    return false;
-  }
-
-  const Api& api_;
-  const OrtKernelInfo* info_;
-};
 
 // What the graph knows of a value before it runs.
 OrtStatus* Describe(const Api& api, const OrtValueInfo* value, Operand* operand) {
@@ -135,8 +52,8 @@ std::string CheckSequences(const kda::Params& p) {
     const int64_t at = p.cu_seqlens_int64 ? static_cast<const int64_t*>(p.cu_seqlens)[i]
                                           : static_cast<const int32_t*>(p.cu_seqlens)[i];
     if (at < previous || (i == 0 && at != 0) || at > p.seq_len || (i == p.num_seqs && at != p.seq_len))
-      return "cu_seqlens[" + std::to_string(i) + "] is " + std::to_string(at) +
-             ": expected prefix sums from 0 to " + std::to_string(p.seq_len);
+      return "cu_seqlens[" + std::to_string(i) + "] is " + std::to_string(at) + ": expected prefix sums from 0 to " +
+             std::to_string(p.seq_len);
     previous = at;
   }
   return "";
@@ -233,8 +150,7 @@ class KdaKernel final : public OrtKernelImpl {
     std::array<void*, kKdaOutputs> results{};
     for (size_t i = 0; i < std::min<size_t>(count, kKdaOutputs); ++i) {
       OrtValue* value = nullptr;
-      DF_RETURN_IF_ERROR(
-          api_.ort->KernelContext_GetOutput(context, i, shapes[i].dims.data(), shapes[i].rank, &value));
+      DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetOutput(context, i, shapes[i].dims.data(), shapes[i].rank, &value));
       const void* unused = nullptr;
       DF_RETURN_IF_ERROR(Describe(api_, value, &operands.outputs[i], &unused));
       if (value) DF_RETURN_IF_ERROR(api_.ort->GetTensorMutableData(value, &results[i]));
@@ -296,30 +212,13 @@ class KdaKernel final : public OrtKernelImpl {
   const KdaAttributes attributes_;
 };
 
-// The first attribute of the node that this version does not know, or "".
-OrtStatus* UnknownAttribute(const Api& api, const OrtNode* node, std::string* unknown) {
-  size_t count = 0;
-  DF_RETURN_IF_ERROR(api.ort->Node_GetNumAttributes(node, &count));
-  std::vector<const OrtOpAttr*> attributes(count);
-  if (count) DF_RETURN_IF_ERROR(api.ort->Node_GetAttributes(node, attributes.data(), count));
-  for (const OrtOpAttr* attribute : attributes) {
-    const char* name = nullptr;
-    DF_RETURN_IF_ERROR(api.ort->OpAttr_GetName(attribute, &name));
-    if (!KnownAttributes().count(name)) {
-      *unknown = name;
-      return nullptr;
-    }
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 OrtStatus* KdaRefusal(const Api& api, const Device& device, const OrtNode* node, std::string* reason) {
   std::string unknown;
-  DF_RETURN_IF_ERROR(UnknownAttribute(api, node, &unknown));
+  DF_RETURN_IF_ERROR(FindUnknownAttribute(api, node, &unknown));
   if (!unknown.empty()) {
-    *reason = "attribute " + unknown + " is not known to this version of deltafuse";
+    *reason = "attribute " + unknown + " is not one that this version of deltafuse knows, or not of its type";
     return nullptr;
   }
   KdaAttributes attributes;

@@ -51,9 +51,9 @@ DF_EXPORT OrtStatus* CreateEpFactories(const char* /*registered_name*/, const Or
     const OrtApi* first = base->GetApi(1);
     if (!first) return nullptr;
     *num_factories = 0;
-    return first->CreateStatus(ORT_FAIL, (std::string("deltafuse needs ONNX Runtime 1.27 or newer, this is ") +
-                                          base->GetVersionString())
-                                             .c_str());
+    return first->CreateStatus(
+        ORT_FAIL,
+        (std::string("deltafuse needs ONNX Runtime 1.27 or newer, this is ") + base->GetVersionString()).c_str());
   }
   return deltafuse::ep::Guard(api, [&]() -> OrtStatus* {
     api.ep = api.ort->GetEpApi();

@@ -48,7 +48,7 @@ OrtStatus* Guard(const Api& api, Body&& body) noexcept {
 
 }  // namespace deltafuse::ep
 
-#define DF_RETURN_IF_ERROR(expression)                      \
-  do {                                                      \
+#define DF_RETURN_IF_ERROR(expression)                           \
+  do {                                                           \
     if (OrtStatus* df_status_ = (expression)) return df_status_; \
   } while (false)

@@ -1,0 +1,194 @@
+#include "cuda_backend.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <sstream>
+
+#include "build_info.h"
+#include "cuda_check.h"
+
+namespace deltafuse::ep {
+namespace {
+
+// Machine code for "90a" runs on 9.0 alone, for "100f" on 10.0 and later ones of its family, for "80" on 8.0 and
+// later 8.x.
+bool RunsOn(const std::string& arch, int compute_capability) {
+  const int number = std::atoi(arch.c_str());
+  if (!arch.empty() && arch.back() == 'a') return number == compute_capability;
+  return number / 10 == compute_capability / 10 && number <= compute_capability;
+}
+
+OrtStatus* CopyBytes(const Api& api, void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                     cudaStream_t stream) {
+  if (bytes == 0) return nullptr;
+  DF_RETURN_IF_CUDA_ERROR(api, cudaMemcpyAsync(to, from, bytes, kind, stream));
+  // The host side may be pinned, and whoever comes next on the host does not wait for this stream.
+  if (kind != cudaMemcpyDeviceToDevice) DF_RETURN_IF_CUDA_ERROR(api, cudaStreamSynchronize(stream));
+  return nullptr;
+}
+
+class DataTransfer final : public OrtDataTransferImpl {
+ public:
+  explicit DataTransfer(const Api& api) : OrtDataTransferImpl{}, api_(api) {
+    ort_version_supported = kOrtApiVersion;
+    Release = [](OrtDataTransferImpl* self) noexcept { delete static_cast<DataTransfer*>(self); };
+    CanCopy = [](const OrtDataTransferImpl* self, const OrtMemoryDevice* from, const OrtMemoryDevice* to) noexcept {
+      const auto* transfer = static_cast<const DataTransfer*>(self);
+      const bool from_gpu = transfer->IsGpu(from), to_gpu = transfer->IsGpu(to);
+      return (from_gpu || to_gpu) && (from_gpu || transfer->IsHost(from)) && (to_gpu || transfer->IsHost(to));
+    };
+    CopyTensors = [](OrtDataTransferImpl* self, const OrtValue** from, OrtValue** to, OrtSyncStream** streams,
+                     size_t count) noexcept -> OrtStatus* {
+      auto* transfer = static_cast<DataTransfer*>(self);
+      return Guard(transfer->api_, [&]() -> OrtStatus* {
+        for (size_t i = 0; i < count; ++i)
+          DF_RETURN_IF_ERROR(transfer->Copy(from[i], to[i], streams ? streams[i] : nullptr));
+        return nullptr;
+      });
+    };
+  }
+
+ private:
+  bool IsGpu(const OrtMemoryDevice* device) const {
+    return api_.ep->MemoryDevice_GetDeviceType(device) == OrtMemoryInfoDeviceType_GPU &&
+           api_.ep->MemoryDevice_GetVendorId(device) == kNvidiaVendorId &&
+           api_.ep->MemoryDevice_GetMemoryType(device) == OrtDeviceMemoryType_DEFAULT;
+  }
+  bool IsHost(const OrtMemoryDevice* device) const {
+    return api_.ep->MemoryDevice_GetDeviceType(device) == OrtMemoryInfoDeviceType_CPU ||
+           api_.ep->MemoryDevice_GetMemoryType(device) == OrtDeviceMemoryType_HOST_ACCESSIBLE;
+  }
+  OrtStatus* Copy(const OrtValue* from, OrtValue* to, OrtSyncStream* stream) const {
+    const OrtMemoryDevice* from_device = api_.ep->Value_GetMemoryDevice(from);
+    const OrtMemoryDevice* to_device = api_.ep->Value_GetMemoryDevice(to);
+    const bool from_gpu = IsGpu(from_device), to_gpu = IsGpu(to_device);
+    const void* source = nullptr;
+    void* target = nullptr;
+    size_t bytes = 0;
+    DF_RETURN_IF_ERROR(api_.ort->GetTensorData(from, &source));
+    DF_RETURN_IF_ERROR(api_.ort->GetTensorMutableData(to, &target));
+    DF_RETURN_IF_ERROR(api_.ort->GetTensorSizeInBytes(from, &bytes));
+    const uint32_t ordinal = api_.ep->MemoryDevice_GetDeviceId(to_gpu ? to_device : from_device);
+    DF_RETURN_IF_CUDA_ERROR(api_, cudaSetDevice(static_cast<int>(ordinal)));
+    const cudaMemcpyKind kind =
+        from_gpu ? (to_gpu ? cudaMemcpyDeviceToDevice : cudaMemcpyDeviceToHost) : cudaMemcpyHostToDevice;
+    void* handle = stream ? api_.ort->SyncStream_GetHandle(stream) : nullptr;
+    return CopyBytes(api_, target, source, bytes, kind, static_cast<cudaStream_t>(handle));
+  }
+
+  const Api& api_;
+};
+
+class CopyKernel final : public OrtKernelImpl {
+ public:
+  CopyKernel(const Api& api, const Device& device, bool to_host)
+      : OrtKernelImpl{}, api_(api), device_(device), to_host_(to_host) {
+    ort_version_supported = kOrtApiVersion;
+    Compute = [](OrtKernelImpl* self, OrtKernelContext* context) noexcept -> OrtStatus* {
+      auto* kernel = static_cast<CopyKernel*>(self);
+      return Guard(kernel->api_, [&] { return kernel->Run(context); });
+    };
+    Release = [](OrtKernelImpl* self) noexcept { delete static_cast<CopyKernel*>(self); };
+  }
+
+ private:
+  OrtStatus* Run(OrtKernelContext* context) const {
+    const OrtValue* input = nullptr;
+    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetInput(context, 0, &input));
+    if (!input) return MakeStatus(api_, ORT_INVALID_ARGUMENT, "a copy between host and device has no input");
+    ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    const int64_t* dims = nullptr;
+    size_t rank = 0;
+    DF_RETURN_IF_ERROR(api_.ort->GetTensorElementTypeAndShapeDataReference(input, &type, &dims, &rank));
+    OrtValue* output = nullptr;
+    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetOutput(context, 0, dims, rank, &output));
+    const void* source = nullptr;
+    void* target = nullptr;
+    size_t bytes = 0;
+    DF_RETURN_IF_ERROR(api_.ort->GetTensorSizeInBytes(input, &bytes));
+    DF_RETURN_IF_ERROR(api_.ort->GetTensorData(input, &source));
+    DF_RETURN_IF_ERROR(api_.ort->GetTensorMutableData(output, &target));
+    DF_RETURN_IF_ERROR(UseCudaDevice(api_, device_));
+    void* stream = nullptr;
+    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetGPUComputeStream(context, &stream));
+    return CopyBytes(api_, target, source, bytes, to_host_ ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice,
+                     static_cast<cudaStream_t>(stream));
+  }
+
+  const Api& api_;
+  const Device& device_;
+  const bool to_host_;
+};
+
+}  // namespace
+
+const char* CudaArchs() { return kBuiltCudaArchs; }
+
+std::string CudaStatus() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return "";
+  static_cast<void>(cudaGetLastError());
+  return error == cudaSuccess ? "there is no CUDA device" : std::string("no CUDA device: ") + cudaGetErrorString(error);
+}
+
+std::string FindCudaDevice(const std::string& pci_bus_id, Device* device) {
+  if (std::string status = CudaStatus(); !status.empty()) return status;
+  int ordinal = 0;
+  cudaError_t error = cudaSuccess;
+  if (pci_bus_id.empty()) {
+    int count = 0;
+    error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess && count != 1)
+      return "ORT gives no PCI bus id and CUDA sees " + std::to_string(count) + " devices";
+  } else {
+    error = cudaDeviceGetByPCIBusId(&ordinal, pci_bus_id.c_str());
+  }
+  int major = 0, minor = 0;
+  cudaDeviceProp properties{};
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+  if (error == cudaSuccess) error = cudaGetDeviceProperties(&properties, ordinal);
+  if (error != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return "CUDA does not see the device " + pci_bus_id + ": " + cudaGetErrorString(error);
+  }
+  device->cuda = true;
+  device->ordinal = ordinal;
+  device->compute_capability = 10 * major + minor;
+  device->name = "cuda:" + std::to_string(ordinal) + " (" + properties.name + ")";
+  return "";
+}
+
+std::string MissingCode(const Device& device) {
+  std::istringstream archs(kBuiltCudaArchs);
+  for (std::string arch; std::getline(archs, arch, ';');)
+    if (RunsOn(arch, device.compute_capability)) return "";
+  return "this build has CUDA kernels for " + std::string(kBuiltCudaArchs) +
+         " only, the device has compute capability " + std::to_string(device.compute_capability / 10) + "." +
+         std::to_string(device.compute_capability % 10);
+}
+
+OrtStatus* UseCudaDevice(const Api& api, const Device& device) {
+  DF_RETURN_IF_CUDA_ERROR(api, cudaSetDevice(device.ordinal));
+  return nullptr;
+}
+
+OrtStatus* SynchronizeCuda(const Api& api, const Device& device) {
+  DF_RETURN_IF_ERROR(UseCudaDevice(api, device));
+  DF_RETURN_IF_CUDA_ERROR(api, cudaStreamSynchronize(nullptr));
+  return nullptr;
+}
+
+OrtStatus* CreateCudaDataTransfer(const Api& api, OrtDataTransferImpl** transfer) {
+  *transfer = new DataTransfer(api);
+  return nullptr;
+}
+
+OrtStatus* CreateCudaCopyKernel(const Api& api, const Device& device, bool to_host, OrtKernelImpl** kernel) {
+  *kernel = new CopyKernel(api, device, to_host);
+  return nullptr;
+}
+
+}  // namespace deltafuse::ep

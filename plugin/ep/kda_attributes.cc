@@ -1,0 +1,103 @@
+#include "kda_attributes.h"
+
+#include <map>
+#include <vector>
+
+namespace deltafuse::ep {
+namespace {
+
+const std::map<std::string, OrtOpAttrType>& KnownAttributes() {
+  static const std::map<std::string, OrtOpAttrType> types = {
+      {"num_heads", ORT_OP_ATTR_INT},       {"num_v_heads", ORT_OP_ATTR_INT},
+      {"head_dim", ORT_OP_ATTR_INT},        {"head_v_dim", ORT_OP_ATTR_INT},
+      {"scale", ORT_OP_ATTR_FLOAT},         {"qk_l2norm", ORT_OP_ATTR_STRING},
+      {"l2norm_eps", ORT_OP_ATTR_FLOAT},    {"gate_activation", ORT_OP_ATTR_STRING},
+      {"lower_bound", ORT_OP_ATTR_FLOAT},   {"beta_activation", ORT_OP_ATTR_STRING},
+      {"beta_scale", ORT_OP_ATTR_FLOAT},    {"conv_activation", ORT_OP_ATTR_STRING},
+      {"output_gate", ORT_OP_ATTR_STRING},  {"norm_eps", ORT_OP_ATTR_FLOAT},
+      {"state_layout", ORT_OP_ATTR_STRING}, {"conv_state_width", ORT_OP_ATTR_INT},
+      {"state_dtype", ORT_OP_ATTR_INT}};
+  return types;
+}
+
+// True when the call succeeded; an attribute that cannot be read counts as absent.
+bool Succeeded(const Api& api, OrtStatus* status) {
+  if (!status) return true;
+  api.ort->ReleaseStatus(status);
+  return false;
+}
+
+}  // namespace
+
+const OrtOpAttr* NodeAttributes::Find(const char* name, OrtOpAttrType wanted) const {
+  const OrtOpAttr* attribute = nullptr;
+  OrtOpAttrType type = ORT_OP_ATTR_UNDEFINED;
+  if (!Succeeded(api_, api_.ort->Node_GetAttributeByName(node_, name, &attribute)) || !attribute) return nullptr;
+  if (!Succeeded(api_, api_.ort->OpAttr_GetType(attribute, &type)) || type != wanted) return nullptr;
+  return attribute;
+}
+
+bool NodeAttributes::Int(const char* name, int64_t* value) const {
+  const OrtOpAttr* attribute = Find(name, ORT_OP_ATTR_INT);
+  size_t bytes = 0;
+  return attribute && Succeeded(api_, api_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_INT, value, sizeof(*value), &bytes));
+}
+
+bool NodeAttributes::Float(const char* name, float* value) const {
+  const OrtOpAttr* attribute = Find(name, ORT_OP_ATTR_FLOAT);
+  size_t bytes = 0;
+  return attribute &&
+         Succeeded(api_, api_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_FLOAT, value, sizeof(*value), &bytes));
+}
+
+bool NodeAttributes::String(const char* name, std::string* value) const {
+  const OrtOpAttr* attribute = Find(name, ORT_OP_ATTR_STRING);
+  if (!attribute) return false;
+  // With no room for it, the call fails and says how many bytes it needs.
+  size_t bytes = 0;
+  Succeeded(api_, api_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, nullptr, 0, &bytes));
+  std::string text(bytes, '\0');
+  if (bytes && !Succeeded(api_, api_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, text.data(), bytes, &bytes)))
+    return false;
+  *value = text.c_str();
+  return true;
+}
+
+bool KernelAttributes::Int(const char* name, int64_t* value) const {
+  return Succeeded(api_, api_.ort->KernelInfoGetAttribute_int64(info_, name, value));
+}
+
+bool KernelAttributes::Float(const char* name, float* value) const {
+  return Succeeded(api_, api_.ort->KernelInfoGetAttribute_float(info_, name, value));
+}
+
+bool KernelAttributes::String(const char* name, std::string* value) const {
+  size_t bytes = 0;
+  if (!Succeeded(api_, api_.ort->KernelInfoGetAttribute_string(info_, name, nullptr, &bytes))) return false;
+  std::string text(bytes, '\0');
+  if (bytes && !Succeeded(api_, api_.ort->KernelInfoGetAttribute_string(info_, name, text.data(), &bytes)))
+    return false;
+  *value = text.c_str();
+  return true;
+}
+
+OrtStatus* FindUnknownAttribute(const Api& api, const OrtNode* node, std::string* unknown) {
+  size_t count = 0;
+  DF_RETURN_IF_ERROR(api.ort->Node_GetNumAttributes(node, &count));
+  std::vector<const OrtOpAttr*> attributes(count);
+  if (count) DF_RETURN_IF_ERROR(api.ort->Node_GetAttributes(node, attributes.data(), count));
+  for (const OrtOpAttr* attribute : attributes) {
+    const char* name = nullptr;
+    OrtOpAttrType type = ORT_OP_ATTR_UNDEFINED;
+    DF_RETURN_IF_ERROR(api.ort->OpAttr_GetName(attribute, &name));
+    DF_RETURN_IF_ERROR(api.ort->OpAttr_GetType(attribute, &type));
+    const auto known = KnownAttributes().find(name);
+    if (known == KnownAttributes().end() || known->second != type) {
+      *unknown = name;
+      return nullptr;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace deltafuse::ep
