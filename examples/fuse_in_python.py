@@ -1,6 +1,6 @@
 """Fuse a model from Python and look at the report.
 
-    python examples/fuse_in_python.py IN.onnx OUT.onnx
+python examples/fuse_in_python.py IN.onnx OUT.onnx
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ def run_prompt(sessions: Mapping[str, ort.InferenceSession]) -> bool:
     out.print(table)
     out.print("\nErrors are relative to PyTorch's logits; times are medians of 5 runs.")
     if failure:
-        out.print(f"The unfused export is right up to 64 tokens only. From token 65 on ONNX Runtime says:\n  {failure[:300]}")
+        out.print(
+            f"The unfused export is right up to 64 tokens only. From token 65 on ONNX Runtime says:\n  {failure[:300]}"
+        )
     out.print()
     return good
 

@@ -107,7 +107,7 @@ def test_graphsurgeon_and_overloads(pipeline: FakePipeline, proto: onnx.ModelPro
 
 
 def test_unmet_requirement_writes_the_report_only(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
-    with pytest.raises(errors.RequirementError, match="required kda=3, fused 2.*relative error 3.1e-02") as caught:
+    with pytest.raises(errors.RequirementError, match=r"required kda=3, fused 2.*relative error 3.1e-02") as caught:
         deltafuse.fuse(path, tmp_path / "out.onnx", require={"kda": 3}, report=tmp_path / "report.json")
     assert caught.value.missing == {"kda": (3, 2)} and caught.value.report.count("kda") == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.onnx", "report.json"]

@@ -125,7 +125,7 @@ def test_full_disk_is_a_clear_error(external_path: Path, tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ir.ExternalTensor, "tofile", full)
-    with pytest.raises(OutputError, match="was not written: .*No space left"):
+    with pytest.raises(OutputError, match=r"was not written: .*No space left"):
         model_save.save(model_io.load(external_path).model, tmp_path / "out.onnx")
     assert not (tmp_path / "out.onnx").exists()
 
