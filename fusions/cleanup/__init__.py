@@ -1,0 +1,19 @@
+"""Clean-up passes: bring the export styles together without changing values."""
+
+from __future__ import annotations
+
+from ..passes import Pass
+from .casts import RemoveIdleCasts
+from .constants import FoldConstants, LiftConstants
+from .identities import RemoveIdentities
+from .infer import InferTypes
+from .repair import RepairNormScale
+from .rms_norm import RmsNorms
+
+
+def cleanup_passes() -> list[Pass]:
+    """The clean-ups in the order they are run."""
+    return [LiftConstants(), InferTypes(), RepairNormScale(), RemoveIdentities(), RemoveIdleCasts(), FoldConstants(), RmsNorms()]
+
+
+__all__ = ["cleanup_passes"]

@@ -1,0 +1,109 @@
+"""Constants: `Constant` nodes become initializers; small constant expressions and known shapes are folded."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from ..graph import GraphView, is_op
+from ..passes import Pass
+from ..result import PassReport
+
+#: Largest folded tensor, in elements: shapes, masks, per-head parameters; never a weight matrix.
+_FOLD_LIMIT = 1 << 16
+
+
+class LiftConstants(Pass):
+    """`Constant` nodes become initializers, so that a constant has one form."""
+
+    name = "lift-constants"
+    gives = frozenset({"constants"})
+
+    def run(self, model: ir.Model, report: PassReport) -> None:
+        before = len(model.graph.initializers)
+        report.changed = bool(common.LiftConstantsToInitializersPass(lift_all_constants=True)(model).modified)
+        report.matched = len(model.graph.initializers) - before
+
+
+class FoldConstants(Pass):
+    """Replace small constant expressions by their values, and `Shape` of a value with static dims.
+
+    Exporters that were asked not to optimise leave ``exp(A_log)`` or a reshaped bias as nodes. Weights are not
+    folded: they stay lazy, in their file.
+    """
+
+    name = "fold-constants"
+    needs = frozenset({"constants", "types"})
+    gives = frozenset({"folded"})
+
+    def run(self, model: ir.Model, report: PassReport) -> None:
+        graph = model.graph
+        view = GraphView(graph)
+        taken = set(graph.initializers)
+        for node in list(graph):
+            if is_op(node, "Shape"):
+                folded = self._static_shape(node)
+                if folded is not None:
+                    report.matched += self._replace(graph, node.outputs[0], folded, taken)
+                continue
+            if not all(view.is_const(o) for o in node.outputs):
+                continue
+            # fold only where the constant meets a computed value: inner steps go with it as unused nodes
+            for output in node.outputs:
+                if not self._meets_computed(view, output) or self._too_large(view, node):
+                    continue
+                array = view.array(output)
+                if array is not None and array.size <= _FOLD_LIMIT:
+                    report.matched += self._replace(graph, output, array, taken)
+        if report.matched:
+            report.changed = True
+            common.RemoveUnusedNodesPass()(model)
+
+    @staticmethod
+    def _meets_computed(view: GraphView, value: ir.Value) -> bool:
+        return value.is_graph_output() is False and any(
+            not all(view.is_const(o) for o in user.outputs) for user in view.users(value)
+        )
+
+    @staticmethod
+    def _too_large(view: GraphView, node: ir.Node) -> bool:
+        """A weight among the inputs, or a result known to be large: not worth reading."""
+        stack, seen = [node], set()
+        while stack:
+            current = stack.pop()
+            for value in current.inputs:
+                if value is None:
+                    continue
+                producer = value.producer()
+                if producer is not None and producer not in seen:
+                    seen.add(producer)
+                    stack.append(producer)
+                elif value.const_value is not None and value.const_value.size > _FOLD_LIMIT:
+                    return True
+        shape = node.outputs[0].shape
+        return shape is not None and shape.is_static() and int(np.prod(shape.numpy() or (1,))) > _FOLD_LIMIT
+
+    @staticmethod
+    def _static_shape(node: ir.Node) -> np.ndarray | None:
+        value = node.inputs[0]
+        if value is None or value.shape is None:
+            return None
+        start = node.attributes["start"].as_int() if "start" in node.attributes else 0
+        end = node.attributes["end"].as_int() if "end" in node.attributes else len(value.shape)
+        dims = list(value.shape)[start:end]
+        return np.array(dims, np.int64) if all(isinstance(d, int) for d in dims) else None
+
+    @staticmethod
+    def _replace(graph: ir.Graph, old: ir.Value, array: np.ndarray, taken: set[str]) -> int:
+        if old.is_graph_output() or not old.uses():
+            return 0
+        name = f"{old.name}_folded"
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        tensor = ir.tensor(array, name=name)
+        new = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        graph.register_initializer(new)
+        old.replace_all_uses_with(new)
+        return 1

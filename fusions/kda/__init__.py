@@ -1,0 +1,1 @@
+"""The recogniser of Kimi Delta Attention."""

@@ -1,0 +1,199 @@
+"""From a border value towards the recurrence: what elementwise steps lie on the way, each recognised on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from ..graph import FLOAT_TYPES, GraphView, is_op, rank_of
+from ..match import match_norm, match_silu, match_softplus
+from ..region import Region
+from ..track import Label, Track, moves
+
+
+@dataclass(frozen=True)
+class Step:
+    """One elementwise step. kind: "silu", "softplus", "sigmoid", "neg", "add", "mul", "sum", "max" (L2 norms) or
+    "trim" (time cut after a padded convolution). ``before`` is the track that the step read."""
+
+    kind: str
+    before: Track
+    after: Track
+    constant: ir.Value | None = None
+    epsilon: float = 0.0
+
+
+@dataclass(frozen=True)
+class Path:
+    """All steps from a border to the last value that was understood."""
+
+    border: ir.Value
+    end: Track
+    steps: tuple[Step, ...] = field(default_factory=tuple)
+
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(s.kind for s in self.steps)
+
+    def norm(self) -> Step | None:
+        """The L2 norm, if there is one."""
+        return next((s for s in self.steps if s.kind in ("sum", "max")), None)
+
+
+def start_track(view: GraphView, border: ir.Value) -> Track | None:
+    """How a border's axes lie before anything moved them, or None when it can't be a sequence of channels."""
+    producer = border.producer()
+    dims = border.shape
+    rank = rank_of(border)
+    if border.dtype is not None and border.dtype not in FLOAT_TYPES:
+        return None
+    if producer is not None and view.is_depthwise(producer):
+        weight = producer.inputs[1]
+        assert weight is not None and weight.shape is not None
+        channels = weight.shape[0]
+        last = _channels_last(producer)
+        labels: tuple[Label, ...] = ("B", "T", 0) if last else ("B", 0, "T")
+        return Track(border, border, labels, (int(channels),), 0) if isinstance(channels, int) else None
+    weight = None if producer is None else view.weight_of(producer)
+    if weight is not None and producer is not None and rank is None:
+        rank = 2 if is_op(producer, "Gemm") else 3
+    if rank is None or rank < 2 or rank > 4:
+        return None
+    channel = _last_channels(view, border, weight)
+    if channel is None:
+        return None
+    if rank == 2:
+        return Track(border, border, ("N", 0), (channel,), 0)
+    if rank == 3:
+        return Track(border, border, ("B", "T", 0), (channel,), 0)
+    heads = dims[2] if dims is not None else None
+    if not isinstance(heads, int):
+        return None
+    return Track(border, border, ("B", "T", 0, 1), (heads, channel), 0)
+
+
+def _channels_last(conv: ir.Node) -> bool:
+    return "channels_last" in conv.attributes and conv.attributes["channels_last"].as_int() == 1
+
+
+def _last_channels(view: GraphView, border: ir.Value, weight: ir.Value | None) -> int | None:
+    if border.shape is not None and isinstance(border.shape[-1], int):
+        return border.shape[-1]
+    if weight is None or weight.shape is None:
+        return None
+    producer = border.producer()
+    transposed = producer is not None and "transB" in producer.attributes and producer.attributes["transB"].as_int() == 1
+    size = weight.shape[0 if transposed else 1]
+    return size if isinstance(size, int) else None
+
+
+def paths_from(view: GraphView, region: Region, border: ir.Value) -> list[Path]:
+    """Every path from a border; a `Split` makes several."""
+    start = start_track(view, border)
+    if start is None:
+        return []
+    done: list[Path] = []
+    stack = [Path(border, start)]
+    while stack:
+        path = stack.pop()
+        following = _next(view, region, path)
+        if not following:
+            done.append(path)
+        stack.extend(reversed(following))
+        if len(done) > 64:
+            break
+    return done
+
+
+def _next(view: GraphView, region: Region, path: Path) -> list[Path]:
+    track = path.end
+    users = [u for u in view.users(track.value) if u in region and not is_op(u, "Shape")]
+    if not users:
+        return []
+    block = _block(view, region, track, users)
+    if block is not None:
+        return [Path(path.border, block.after, (*path.steps, block))]
+    moved = [t for u in users for t in moves(view, track, u)]
+    if moved and all(moves(view, track, u) for u in users):
+        useful = [t for t in moved if any(u in region for u in view.users(t.value))]
+        return [Path(path.border, t, path.steps) for t in useful]
+    if len(users) != 1:
+        return []
+    step = _single(view, track, users[0])
+    return [] if step is None else [Path(path.border, step.after, (*path.steps, step))]
+
+
+def _block(view: GraphView, region: Region, track: Track, users: list[ir.Node]) -> Step | None:
+    """A block of several nodes that reads the value more than once: SiLU, softplus, an L2 norm."""
+    for node in _reach(view, region, users):
+        if match_silu(view, node) is track.value:
+            kind, epsilon = "silu", 0.0
+        elif match_softplus(view, node) is track.value:
+            kind, epsilon = "softplus", 0.0
+        else:
+            norm = match_norm(view, node)
+            if norm is None or norm.kind not in ("sum", "max") or norm.x is not track.value:
+                continue
+            kind, epsilon = norm.kind, norm.epsilon
+        if kind == "softplus" and _larger_softplus(view, region, node, track.value) is not None:
+            node = _larger_softplus(view, region, node, track.value)  # type: ignore[assignment]
+        after = track.at(node.outputs[0])
+        return Step(kind, track, after, epsilon=epsilon)
+    return None
+
+
+def _larger_softplus(view: GraphView, region: Region, node: ir.Node, x: ir.Value) -> ir.Node | None:
+    """The `Where` around a softplus, which takes the linear branch above a threshold."""
+    for user in view.users(node.outputs[0]):
+        if user in region and match_softplus(view, user) is x:
+            return user
+    return None
+
+
+def _reach(view: GraphView, region: Region, users: list[ir.Node], depth: int = 7) -> list[ir.Node]:
+    """Nodes a few steps on, nearest first: where a small block that starts here can end."""
+    found: dict[ir.Node, None] = {}
+    level = users
+    for _ in range(depth):
+        following: list[ir.Node] = []
+        for node in level:
+            if node in found or node not in region:
+                continue
+            found[node] = None
+            if len(found) > 48:
+                return list(found)
+            if is_op(node, "Reshape", "Pad", "Exp", "CumSum", "Scan", "Loop") and not is_op(node, "Exp"):
+                continue
+            for value in node.outputs:
+                following.extend(view.users(value))
+        level = following
+    return list(found)
+
+
+def _single(view: GraphView, track: Track, node: ir.Node) -> Step | None:
+    """One node with one data input: an activation, a sign, a constant added or multiplied."""
+    if not node.outputs:
+        return None
+    after = track.at(node.outputs[0])
+    if is_op(node, "Sigmoid"):
+        return Step("sigmoid", track, after)
+    if is_op(node, "Softplus"):
+        return Step("softplus", track, after)
+    if is_op(node, "Neg"):
+        return Step("neg", track, after)
+    if is_op(node, "Slice") and _is_time_trim(view, track, node):
+        return Step("trim", track, after)
+    if is_op(node, "Add", "Mul") and len(node.inputs) == 2:
+        other = node.inputs[1] if node.inputs[0] is track.value else node.inputs[0]
+        if other is not None and view.is_const(other) and view.array(other) is not None:
+            return Step(node.op_type.lower(), track, after, constant=other)
+    return None
+
+
+def _is_time_trim(view: GraphView, track: Track, node: ir.Node) -> bool:
+    """A cut of the time axis right behind a convolution (its padding, or the tokens of a carried state)."""
+    producer = track.value.producer()
+    if producer is None or not view.is_depthwise(producer) or len(node.inputs) < 4:
+        return False
+    axes = view.ints(node.inputs[3])
+    return axes is not None and len(axes) == 1 and track.labels[axes[0] % len(track.labels)] == "T"

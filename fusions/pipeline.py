@@ -1,0 +1,83 @@
+"""The way of one model: clean up, recognise, prove, rewrite, lower to the target, check."""
+
+from __future__ import annotations
+
+import time
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from .cleanup import cleanup_passes
+from .kda.fuse import FuseKda
+from .passes import Pass, PassManager, Progress
+from .proof import ProofBudget
+from .result import FusionReport, PassReport
+
+TARGETS = ("plugin", "portable")
+
+
+class InlineFunctions(Pass):
+    """The portable target: calls of fused functions become their bodies, in standard ops."""
+
+    name = "inline-functions"
+
+    def run(self, model: ir.Model, report: PassReport) -> None:
+        report.matched = sum(1 for n in model.graph if n.domain == "deltafuse")
+        if not report.matched:
+            return
+        common.InlinePass(criteria=lambda f: f.domain == "deltafuse")(model)
+        common.RemoveUnusedFunctionsPass()(model)
+        common.RemoveUnusedOpsetsPass()(model)
+        report.changed = True
+
+
+def count_nodes(model: ir.Model) -> int:
+    """Nodes of the main graph and its subgraphs; function bodies are not counted."""
+    return sum(1 for _ in model.graph.all_nodes())
+
+
+def fuse_model(
+    model: ir.Model,
+    *,
+    verify: bool = True,
+    target: str = "plugin",
+    dry_run: bool = False,
+    proof_budget: ProofBudget | None = None,
+    progress: Progress | None = None,
+) -> FusionReport:
+    """Fuse what can be recognised and proved.
+
+    Args:
+        model: left as it is; the report's model is a new one that shares its (lazy) weights.
+        verify: prove each distinct structure before it is replaced.
+        target: "plugin": calls of deltafuse functions; "portable": their bodies inlined, standard ops only.
+        dry_run: recognise and prove, change nothing; the report's model is None then.
+        proof_budget: memory and time of one structure's proof.
+        progress: called with (what, done, total).
+
+    Returns:
+        The report, with the new model.
+
+    Raises:
+        ValueError: an unknown target.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target {target!r}: expected one of {', '.join(TARGETS)}")
+    start = time.perf_counter()
+    report = FusionReport(target=target, verify=verify, dry_run=dry_run, nodes_before=count_nodes(model))
+    work = model.clone()
+    fuse = FuseKda(verify=verify, apply=not dry_run, budget=proof_budget, progress=progress)
+    passes: list[Pass] = [*cleanup_passes(), fuse]
+    if target == "portable" and not dry_run:
+        passes.append(InlineFunctions())
+    report.passes = PassManager(passes, progress)(work)
+    report.regions = fuse.regions
+    report.repairs = [n for p in report.passes if p.name.startswith("repair") for n in p.notes]
+    report.repairs += [f"{r.name}: {n}" for r in report.regions for n in r.notes if n.startswith("repaired")]
+    if not dry_run:
+        report.model = work
+        report.nodes_after = count_nodes(work)
+    else:
+        report.nodes_after = report.nodes_before
+    report.seconds = time.perf_counter() - start
+    return report

@@ -1,0 +1,130 @@
+"""Inputs of a proof: the op's operands drawn, then laid out as the region's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from ...custom_ops.kda.draw import draw_inputs
+from ...custom_ops.kda.spec import KdaConfig
+from ..candidate import Candidate, Operand, Piece
+from .dims import UnknownDim, concrete
+
+Arrays = dict[str, np.ndarray]
+
+#: Cases beside those of ``draw_inputs``: "tiny-values" brings the norms' epsilons and the scale to light, "padded" has
+#: rows of zeros at the end, as masked positions leave them.
+HOSTILE = (
+    "normal",
+    "gate-near-zero",
+    "gate-near-bound",
+    "gate-unbounded",
+    "collinear-slow",
+    "tiny-keys",
+    "tiny-values",
+    "zero-state",
+    "full-state",
+    "padded",
+)
+
+
+def draw(config: KdaConfig, batch: int, tokens: int, seed: int, case: str) -> Arrays:
+    """Operands of the op for one case, float32, parameters not among them."""
+    rng = np.random.default_rng(seed)
+    known = case if case not in ("tiny-values", "padded") else "normal"
+    drawn = draw_inputs(config, batch, tokens, rng, known)
+    if case == "tiny-values":
+        _scale_values(config, drawn, 3e-3)
+    elif case == "padded":
+        for name in ("q", "k", "v", "g", "beta", "gate"):
+            if name in drawn and drawn[name].shape[1] > 1:
+                drawn[name][:, -(drawn[name].shape[1] // 3 + 1) :] = 0.0
+    return drawn
+
+
+def _scale_values(config: KdaConfig, drawn: Arrays, factor: float) -> None:
+    """Make v and the initial state small, so that outputs are near the square root of the norm's epsilon."""
+    start = 2 * config.num_heads * config.head_dim
+    if "v" in drawn:
+        drawn["v"] *= factor
+    else:
+        drawn["q"][..., start:] *= factor
+    if "conv_state" in drawn:
+        drawn["conv_state"][:, start:] *= factor
+    if "initial_state" in drawn:
+        drawn["initial_state"] *= factor
+
+
+def raw_feeds(candidate: Candidate, operands: Arrays, env: Mapping[str, int]) -> Arrays:
+    """The region's input values for the op's operands: the candidate's layout undone.
+
+    Raises:
+        UnknownDim: a piece whose shape is not known.
+        ValueError: two operands that ask one value for different contents.
+    """
+    feeds: dict[str, np.ndarray] = {}
+    for name, operand in candidate.operands.items():
+        for piece, array in zip(operand.pieces, _parts(operand, operands[name], env), strict=True):
+            raw = np.ascontiguousarray(_undo(piece, array, env), np.float32)
+            key = piece.value.name or ""
+            if key in feeds and not np.array_equal(feeds[key], raw):
+                raise ValueError(f"two operands read {key!r}")
+            feeds[key] = raw
+    return feeds
+
+
+def _parts(operand: Operand, array: np.ndarray, env: Mapping[str, int]) -> list[np.ndarray]:
+    if len(operand.pieces) == 1:
+        return [array]
+    sizes = [concrete(p.value, env)[operand.axis] for p in operand.pieces]
+    return np.split(array, np.cumsum(sizes)[:-1], axis=operand.axis)
+
+
+def _undo(piece: Piece, array: np.ndarray, env: Mapping[str, int]) -> np.ndarray:
+    if piece.reshape is None and piece.permutation is None:
+        return array
+    if piece.reshape is not None:
+        raw = concrete(piece.value, env)
+        moved = raw if piece.permutation is None else [raw[i] for i in piece.permutation]
+        array = array.reshape(moved)
+    if piece.permutation is not None:
+        array = np.transpose(array, np.argsort(piece.permutation))
+    return array
+
+
+def rows_and_tokens(candidate: Candidate) -> tuple[int | str | None, int | str | None]:
+    """Batch and tokens of the block: numbers where frozen, symbols where dynamic, None where unnamed."""
+    found: list[int | str | None] = [None, None]
+    for name in ("beta", "g", "q", "v"):
+        piece = candidate.operands[name].pieces[0] if name in candidate.operands else None
+        if piece is None or piece.value.shape is None:
+            continue
+        dims = list(piece.value.shape)
+        order = piece.permutation if piece.permutation is not None else range(len(dims))
+        for i, axis in enumerate(list(order)[:2]):
+            dim = dims[axis]
+            if isinstance(dim, int):
+                found[i] = dim
+            elif found[i] is None and dim.value is not None:
+                found[i] = str(dim.value)
+    return found[0], found[1]
+
+
+def environment(candidate: Candidate, batch: int, tokens: int) -> dict[str, int]:
+    """Numbers for the symbols of batch and tokens."""
+    rows, length = rows_and_tokens(candidate)
+    env: dict[str, int] = {}
+    if isinstance(rows, str):
+        env[rows] = batch
+    if isinstance(length, str):
+        env[length] = tokens
+    return env
+
+
+__all__ = ["HOSTILE", "Arrays", "UnknownDim", "draw", "environment", "raw_feeds", "rows_and_tokens"]
+
+
+def value_names(values: list[ir.Value]) -> list[str]:
+    return [v.name or "" for v in values]

@@ -1,0 +1,164 @@
+"""The nodes that stand for a candidate: operands brought to the op's layout, the call, its results brought back.
+
+The proof runs exactly these nodes, and the rewrite splices exactly these nodes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ..custom_ops.kda import body, call
+from .candidate import Candidate, Operand, Result
+
+Names = Callable[[str], str]
+
+
+@dataclass
+class Replacement:
+    """New nodes in order, the initializers they need, and the values that stand for the candidate's targets."""
+
+    nodes: list[ir.Node] = field(default_factory=list)
+    initializers: list[ir.Value] = field(default_factory=list)
+    outputs: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    function: ir.Function | None = None
+
+
+class _Builder:
+    def __init__(self, names: Names, prefix: str) -> None:
+        self.names, self.prefix = names, prefix
+        self.result = Replacement()
+
+    def initializer(self, hint: str, array: np.ndarray) -> ir.Value:
+        name = self.names(f"{self.prefix}.{hint}")
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        self.result.initializers.append(value)
+        return value
+
+    def node(self, hint: str, op_type: str, inputs: list[ir.Value], attributes: dict | None = None, outputs: int = 1) -> ir.Node:
+        node = ir.node(
+            op_type, inputs, attributes or {}, num_outputs=outputs, name=self.names(f"{self.prefix}.{hint}")
+        )
+        for i, value in enumerate(node.outputs):
+            value.name = self.names(f"{self.prefix}.{hint}_{i}" if outputs > 1 else f"{self.prefix}.{hint}")
+        self.result.nodes.append(node)
+        return node
+
+    def apply(self, hint: str, op_type: str, inputs: list[ir.Value], attributes: dict | None = None) -> ir.Value:
+        value = self.node(hint, op_type, inputs, attributes).outputs[0]
+        if inputs[0].dtype is not None:
+            value.dtype = inputs[0].dtype
+        return value
+
+    def cast(self, hint: str, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        if value.dtype == dtype:
+            return value
+        cast = self.apply(f"{hint}_cast", "Cast", [value], {"to": dtype.value})
+        cast.dtype = dtype
+        return cast
+
+    def operand(self, name: str, operand: Operand, bind: Mapping[ir.Value, ir.Value], dtype: ir.DataType | None) -> ir.Value:
+        parts: list[ir.Value] = []
+        for i, piece in enumerate(operand.pieces):
+            value = bind[piece.value]
+            hint = name if len(operand.pieces) == 1 else f"{name}{i}"
+            if piece.permutation is not None:
+                value = self.apply(f"{hint}_transposed", "Transpose", [value], {"perm": list(piece.permutation)})
+            if piece.reshape is not None:
+                shape = self.initializer(f"{hint}_shape", np.array(piece.reshape, np.int64))
+                value = self.apply(f"{hint}_rows", "Reshape", [value, shape])
+            if dtype is not None:
+                value = self.cast(hint, value, dtype)
+            parts.append(value)
+        return parts[0] if len(parts) == 1 else self.apply(f"{name}_all", "Concat", parts, {"axis": operand.axis})
+
+    def results(self, name: str, result: Result, value: ir.Value, cast: bool) -> None:
+        if result.reshape is not None:
+            shape = self.initializer(f"{name}_shape", np.array(result.reshape, np.int64))
+            value = self.apply(f"{name}_heads", "Reshape", [value, shape])
+        if result.permutation is not None:
+            value = self.apply(f"{name}_transposed", "Transpose", [value], {"perm": list(result.permutation)})
+        values = [value]
+        if len(result.targets) > 1:
+            sizes = self.initializer(f"{name}_sizes", np.array(result.sizes, np.int64))
+            node = self.node(f"{name}_split", "Split", [value, sizes], {"axis": result.axis}, len(result.targets))
+            values = list(node.outputs)
+            for part in values:
+                part.dtype = value.dtype
+        for i, (target, new) in enumerate(zip(result.targets, values, strict=True)):
+            if cast and target.dtype is not None:
+                new = self.cast(f"{name}{i}_result", new, target.dtype)
+            if target.shape is not None:
+                new.shape = target.shape
+            self.result.outputs[target] = new
+
+
+def element_type(candidate: Candidate, types: Mapping[ir.Value, ir.DataType | None]) -> ir.DataType:
+    """T of the call: the operands' common type, or float32 when they differ."""
+    names = ("q", "k", "v", "g", "beta", "gate", "conv_state")
+    found = {
+        types[p.value] for n in names if n in candidate.operands for p in candidate.operands[n].pieces if types[p.value] is not None
+    }
+    if len(found) == 1 and (only := next(iter(found))) in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+        assert only is not None
+        return only
+    return ir.DataType.FLOAT
+
+
+def state_type(candidate: Candidate) -> ir.DataType:
+    """TS of the call: the type of the state that comes in, or goes out, in the graph; float32 without one."""
+    values = [p.value for p in candidate.operands["initial_state"].pieces] if "initial_state" in candidate.operands else []
+    values += list(candidate.results["final_state"].targets) if "final_state" in candidate.results else []
+    for value in values:
+        if value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+            return value.dtype  # type: ignore[return-value]
+    return ir.DataType.FLOAT
+
+
+def replacement(
+    candidate: Candidate,
+    bind: Mapping[ir.Value, ir.Value],
+    parameters: Mapping[str, np.ndarray],
+    names: Names,
+    prefix: str,
+    opset: int,
+    *,
+    float32: bool = False,
+) -> Replacement:
+    """Build the nodes.
+
+    Args:
+        bind: for each of the candidate's input values, the value to read.
+        parameters: the op's parameters, float32.
+        names: makes a name unique in the graph.
+        opset: the model's default-domain opset, which the function body is written for.
+        float32: build for a graph whose floats are all float32, as proofs run it.
+    """
+    builder = _Builder(names, prefix)
+    types = {v: v.dtype for v in candidate.input_values()}
+    dtype = ir.DataType.FLOAT if float32 else element_type(candidate, types)
+    state = ir.DataType.FLOAT if float32 else state_type(candidate)
+    inputs: dict[str, ir.Value] = {}
+    for name, operand in candidate.operands.items():
+        want = state if name == "initial_state" else dtype
+        inputs[name] = builder.operand(name, operand, bind, want)
+    for name, array in parameters.items():
+        inputs[name] = builder.initializer(name, array)
+    function = body.build_function(
+        candidate.config, opset, dtype, state, seq_len=1 if candidate.one_token else None
+    )
+    node = call.make_node(
+        candidate.config, inputs, dtype, state, seq_len=1 if candidate.one_token else None, name=names(prefix)
+    )
+    outputs = dict(zip(candidate.config.output_names(), [v for v in node.outputs if v.name != ""], strict=True))
+    for name, value in outputs.items():
+        value.name = names(f"{prefix}.{name}")
+    builder.result.nodes.append(node)
+    builder.result.function = function
+    for name, result in candidate.results.items():
+        builder.results(name, result, outputs[name], cast=not float32)
+    return builder.result
