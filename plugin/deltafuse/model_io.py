@@ -86,8 +86,9 @@ def _from_proto(proto: onnx.ModelProto, what: str, base_dir: str | os.PathLike[s
         model = ir.from_proto(proto)
     except Exception as error:  # onnx-ir raises many kinds for malformed graphs
         raise NotOnnxError(f"{what} is damaged: {one_line(error)}") from error
-    # An empty base_dir would switch off onnx-ir's check that data files lie in the model's folder.
-    folder = os.fspath(base_dir) if base_dir is not None and os.fspath(base_dir) else os.curdir
+    # Absolute, so that weights which are read later are found from any current folder; and an empty base_dir would
+    # switch off onnx-ir's check that data files lie in the model's folder.
+    folder = os.path.abspath(base_dir or os.curdir)
     for tensor in external_tensors(model):
         tensor.base_dir = folder
     return model
