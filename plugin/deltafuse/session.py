@@ -1,0 +1,257 @@
+"""Registering the plugin EP with onnxruntime, and sessions that use it.
+
+onnxruntime is imported when one of these functions is called, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from .assigned import Assignment, NodeAssignment, model_calls
+from .discovery import EP_NAME, PluginError, get_library_path, refusals
+from .errors import DeltaFuseError, OptionError, OrtError
+
+MIN_ORT = (1, 27)
+CUDA_EP = "CUDAExecutionProvider"
+#: The name that the library is registered under in onnxruntime.
+REGISTRATION_NAME = "deltafuse"
+
+_TAG = "session_tag"
+_TAG_ENTRY = f"ep.{EP_NAME.lower()}.{_TAG}"
+_RECORD_ENTRY = "session.record_ep_graph_assignment_info"
+
+_lock = threading.Lock()
+#: What session() has to say of a session: why the plugin does not run in it, or why it is not on the GPU.
+_notes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def register() -> str:
+    """Register the plugin EP's library with onnxruntime. Calling it again does nothing.
+
+    Returns:
+        The EP's name.
+
+    Raises:
+        OrtError: onnxruntime is not installed, older than 1.27, or refuses the library.
+        PluginError: there is no library.
+    """
+    ort = _onnxruntime()
+    with _lock:
+        if not _ep_devices(ort):
+            path = get_library_path()
+            try:
+                ort.register_execution_provider_library(REGISTRATION_NAME, path)
+            except Exception as error:  # onnxruntime has no common base for its errors
+                raise OrtError(f"onnxruntime {ort.__version__} does not take {path}: {error}") from error
+    return EP_NAME
+
+
+def session(
+    path_or_bytes: str | os.PathLike[str] | bytes,
+    device: str = "auto",
+    *,
+    sess_options: Any = None,
+    provider_options: Mapping[str, Mapping[str, Any]] | None = None,
+    strict: bool = False,
+) -> Any:
+    """An ``onnxruntime.InferenceSession`` with the best providers that are here.
+
+    On a CUDA device that is onnxruntime's CUDA EP, then the plugin EP on the same device; on the CPU the plugin EP on
+    the CPU device. Where the plugin's library is not built, fused nodes run by their ONNX bodies. The session never
+    falls back to the CPU by itself when something fails. :func:`assignment` tells what runs where, and why.
+
+    Args:
+        path_or_bytes: the model, as for ``InferenceSession``.
+        device: "auto" (the first CUDA device that works, else the CPU), "cpu", "cuda" or "cuda:N".
+        sess_options: an ``onnxruntime.SessionOptions`` without providers; they are added to it.
+        provider_options: options for ``CUDAExecutionProvider`` (for example ``user_compute_stream``) by provider name.
+        strict: raise unless the plugin EP runs every deltafuse node.
+
+    Raises:
+        OptionError: an argument that is not understood.
+        OrtError: onnxruntime is missing or too old, or lacks what ``device`` asks for.
+        DeltaFuseError: with ``strict``, a deltafuse node that the plugin EP does not run, with the reason.
+    """
+    ort = _onnxruntime()
+    kind, index = _parse_device(device)
+    if sess_options is not None and sess_options.has_providers():
+        raise OptionError("sess_options already has providers: session() adds them itself, to fresh options each time")
+    options = {name: dict(values) for name, values in (provider_options or {}).items()}
+    unknown = sorted(set(options) - {CUDA_EP, EP_NAME})
+    if unknown:
+        raise OptionError(f"provider_options for {', '.join(unknown)}: session() uses {CUDA_EP} and {EP_NAME}")
+
+    devices, problem = _plugin_devices(ort)
+    if kind == "auto":
+        kind, index, remark = _best_device(ort, devices)
+    else:
+        remark = ""
+    if kind == "cuda" and CUDA_EP not in ort.get_available_providers():
+        raise OrtError(f"device {device!r}: this onnxruntime has no {CUDA_EP}; onnxruntime-gpu has")
+
+    chosen = sess_options if sess_options is not None else ort.SessionOptions()
+    chosen.add_session_config_entry(_RECORD_ENTRY, "1")
+    ours = devices.get("cpu" if kind == "cpu" else f"cuda:{index}")
+    if ours is None and not problem:
+        problem = f"the plugin EP does not serve cuda:{index}: {_why_no_cuda()}"
+    if kind == "cuda":
+        _add_cuda(ort, chosen, index, ours, options.get(CUDA_EP, {}))
+    if ours is not None:
+        tag = {_TAG: uuid.uuid4().hex}
+        chosen.add_provider_for_devices([ours], {**_as_text(options.get(EP_NAME, {})), **tag})
+    elif kind == "cpu":
+        chosen.add_provider("CPUExecutionProvider", {})
+
+    made = ort.InferenceSession(path_or_bytes, chosen, enable_fallback=0)
+    made.disable_fallback()
+    _check_providers(made, device, kind, plugin=ours is not None)
+    _notes[made] = problem or remark
+    if strict:
+        _check_strict(made)
+    return made
+
+
+def assignment(session: Any) -> Assignment:
+    """Which node of a session runs on which EP, and for which deltafuse nodes the plugin EP refused and why.
+
+    Args:
+        session: from :func:`session`, or any ``InferenceSession`` made with the session configuration entry
+            ``session.record_ep_graph_assignment_info`` set to "1".
+
+    Raises:
+        OptionError: the session was made without that entry.
+    """
+    try:
+        groups = session.get_provider_graph_assignment_info()
+    except Exception as error:  # onnxruntime has no common base for its errors
+        raise OptionError(
+            f"the session has no record of its assignment: make it with deltafuse.session(), or with the session "
+            f"configuration entry {_RECORD_ENTRY} set to 1 ({error})"
+        ) from error
+    nodes = [
+        NodeAssignment(group.ep_name, node.domain, node.op_type, node.name)
+        for group in groups
+        for node in group.get_nodes()
+    ]
+    note = _notes.get(session, "")
+    if EP_NAME in session.get_providers():
+        refused = [
+            NodeAssignment("", found["domain"], found["op_type"], found["node"] or found["output"], found["reason"])
+            for found in refusals(_tag(session), _loaded_library())
+        ]
+    else:
+        reason = note or f"{EP_NAME} is not among the session's providers"
+        refused = [NodeAssignment("", *call, reason) for call in model_calls(session)]
+    return Assignment(nodes + refused, note=note)
+
+
+def _onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise OrtError(
+            f"onnxruntime is not installed ({error}): pip install onnxruntime, or onnxruntime-gpu, 1.27 or newer"
+        ) from error
+    version = str(getattr(onnxruntime, "__version__", "0"))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < MIN_ORT:
+        raise OrtError(f"onnxruntime {version} is too old: deltafuse needs 1.27 or newer")
+    return onnxruntime
+
+
+def _ep_devices(ort: Any) -> list[Any]:
+    return [found for found in ort.get_ep_devices() if found.ep_name == EP_NAME]
+
+
+def _plugin_devices(ort: Any) -> tuple[dict[str, Any], str]:
+    """The plugin EP's devices by name ("cpu", "cuda:0"), and why there are none."""
+    try:
+        register()
+    except PluginError as error:
+        return {}, str(error)
+    return {found.ep_metadata["deltafuse_device"]: found for found in _ep_devices(ort)}, ""
+
+
+def _loaded_library() -> str | None:
+    """The path that onnxruntime loaded the library from."""
+    devices = _ep_devices(_onnxruntime())
+    return devices[0].ep_metadata.get("library_path") if devices else None
+
+
+def _why_no_cuda() -> str:
+    from .discovery import cuda_status
+
+    try:
+        return cuda_status() or "there is no such device"
+    except PluginError as error:
+        return str(error)
+
+
+def _parse_device(device: str) -> tuple[str, int]:
+    kind, colon, number = str(device).partition(":")
+    if kind in ("auto", "cpu") and not colon:
+        return kind, 0
+    if kind == "cuda" and (not colon or number.isdigit()):
+        return kind, int(number or 0)
+    raise OptionError(f"device {device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+
+
+def _best_device(ort: Any, devices: Mapping[str, Any]) -> tuple[str, int, str]:
+    """The device for "auto", and a remark where a GPU is left alone."""
+    gpus = sorted(int(name.partition(":")[2]) for name in devices if name.startswith("cuda:"))
+    if not gpus:
+        return "cpu", 0, ""
+    if CUDA_EP not in ort.get_available_providers():
+        return "cpu", 0, f"the GPU is not used: this onnxruntime has no {CUDA_EP}, onnxruntime-gpu has"
+    return "cuda", gpus[0], ""
+
+
+def _add_cuda(ort: Any, options: Any, index: int, ours: Any, cuda_options: Mapping[str, Any]) -> None:
+    """Put the CUDA EP before the plugin EP: it then supplies the streams and the memory of both."""
+    wanted = _as_text({"device_id": index, **cuda_options})
+    if wanted["device_id"] != str(index):
+        raise OptionError(f"{CUDA_EP} option device_id {wanted['device_id']}: expected {index}, the session's device")
+    # Where the CUDA EP is itself a plugin, it is chosen by the device that it has in common with ours.
+    place = ours.device.metadata.get("pci_bus_id") if ours is not None else None
+    for found in ort.get_ep_devices():
+        if found.ep_name == CUDA_EP and place and found.device.metadata.get("pci_bus_id") == place:
+            del wanted["device_id"]
+            options.add_provider_for_devices([found], wanted)
+            return
+    options.add_provider(CUDA_EP, wanted)
+
+
+def _as_text(options: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name): str(value) for name, value in options.items()}
+
+
+def _check_providers(made: Any, device: str, kind: str, *, plugin: bool) -> None:
+    """onnxruntime drops a provider that does not load, with nothing but a log line."""
+    providers = made.get_providers()
+    wanted = ([CUDA_EP] if kind == "cuda" else []) + ([EP_NAME] if plugin else [])
+    lost = [name for name in wanted if name not in providers]
+    if lost:
+        raise OrtError(
+            f"device {device!r}: onnxruntime made the session without {' and '.join(lost)} (it has "
+            f"{', '.join(providers)}); its log says why, most often a CUDA or cuDNN library that was not found"
+        )
+
+
+def _check_strict(made: Any) -> None:
+    refused = assignment(made).refused
+    if refused:
+        lines = "; ".join(f"{node.domain}::{node.op_type} {node.name!r}: {node.reason}" for node in refused[:5])
+        more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
+        raise DeltaFuseError(f"{EP_NAME} does not run {len(refused)} of the model's nodes: {lines}{more}")
+
+
+def _tag(session: Any) -> str:
+    try:
+        return str(session.get_session_options().get_session_config_entry(_TAG_ENTRY))
+    except Exception:  # no such entry: the session was made by hand
+        return ""
