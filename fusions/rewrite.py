@@ -10,7 +10,7 @@ import onnx_ir.passes.common as common
 
 from ..custom_ops.kda import call
 from .candidate import Candidate
-from .graph import GraphView
+from .graph import GraphView, subgraphs_of
 from .replacement import replacement
 
 
@@ -62,8 +62,32 @@ def rewrite(model: ir.Model, view: GraphView, accepted: list[Accepted]) -> None:
         call.attach(model, built.function)
         for old, new in built.outputs.items():
             _take_over(graph, old, new, names)
-    common.RemoveUnusedNodesPass()(model)
+    remove_unused(model)
     graph.sort()
+
+
+def remove_unused(model: ir.Model) -> None:
+    """Drop nodes and initializers that nothing reads.
+
+    A removed `Loop`, `Scan` or `If` lets go of what its bodies read: onnx-ir's pass leaves those uses standing.
+    """
+    holders = [n for n in model.graph if subgraphs_of(n)]
+    while True:
+        common.RemoveUnusedNodesPass()(model)
+        gone = [n for n in holders if n.graph is None]
+        if not gone:
+            return
+        holders = [n for n in holders if n.graph is not None]
+        for node in gone:
+            _let_go(node)
+
+
+def _let_go(node: ir.Node) -> None:
+    for graph in subgraphs_of(node):
+        for inner in graph:
+            for i in range(len(inner.inputs)):
+                inner.replace_input_with(i, None)
+            _let_go(inner)
 
 
 def _take_over(graph: ir.Graph, old: ir.Value, new: ir.Value, names: UniqueNames) -> None:

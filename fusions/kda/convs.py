@@ -114,10 +114,19 @@ def _present(view: GraphView, roots: list[ir.Value], conv: ir.Node, channels: in
     return None
 
 
-def state_width(value: ir.Value) -> int | None:
-    """Columns of a convolution state [N, C, width]."""
-    if value.shape is None or len(value.shape) != 3 or not isinstance(value.shape[2], int):
-        return None
-    return value.shape[2]
+def state_width(view: GraphView, conv: ShortConv) -> int | None:
+    """Columns of the convolution's states [N, C, width], from their shapes, or from the cut that makes the next one.
+
+    Exporters give the columns a symbol of their own now and then, though only one width can be carried on.
+    """
+    for value in (conv.state, conv.present):
+        if value is not None and value.shape is not None and len(value.shape) == 3 and isinstance(value.shape[2], int):
+            return value.shape[2]
+    producer = None if conv.present is None else conv.present.producer()
+    if is_op(producer, "Slice") and producer is not None:
+        starts = view.ints(producer.inputs[1])
+        if starts is not None and len(starts) == 1 and starts[0] < 0:
+            return -starts[0]
+    return None
 
 

@@ -114,7 +114,7 @@ def _candidate(
     if isinstance(convs, Refusal):
         not_absorbed.append(convs)
     elif convs is not None:
-        built = _with_convolutions(roles, convs, settings, operands, parameters, results)
+        built = _with_convolutions(view, roles, convs, settings, operands, parameters, results)
         if isinstance(built, Refusal):
             not_absorbed.append(built)
             convs = None
@@ -254,6 +254,7 @@ def _convolutions(view: GraphView, roles: Roles) -> list[ShortConv] | Refusal | 
 
 
 def _with_convolutions(
+    view: GraphView,
     roles: Roles,
     convs: list[ShortConv],
     settings: dict,
@@ -288,7 +289,7 @@ def _with_convolutions(
     if any(s is None for s in states) and any(s is not None for s in states):
         return Refusal("conv", "some of the convolutions carry a state, some do not")
 
-    widths = {state_width(v) for v in (*states, *(c.present for c in convs)) if v is not None}
+    widths = {state_width(view, c) for c in convs if c.state is not None or c.present is not None}
     settings |= {"conv_width": convs[0].width, "conv_activation": "silu" if silus == {True} else "none"}
     parameters["conv_weight"] = Parameter(tuple(c.weight for c in convs), lambda a: np.concatenate(a).astype(np.float32))
     if all(b is not None for b in biases):

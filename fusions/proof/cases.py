@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ...custom_ops.kda.draw import draw_inputs
 from ...custom_ops.kda.spec import KdaConfig
 from ..candidate import Candidate, Operand, Piece
-from .dims import UnknownDim, concrete
+from .dims import UnknownDim, concrete, symbol
 
 Arrays = dict[str, np.ndarray]
 
@@ -120,6 +120,11 @@ def environment(candidate: Candidate, batch: int, tokens: int) -> dict[str, int]
         env[rows] = batch
     if isinstance(length, str):
         env[length] = tokens
+    if "conv_state" in candidate.operands:
+        for piece in candidate.operands["conv_state"].pieces:
+            columns = None if piece.value.shape is None else symbol(piece.value.shape[-1])
+            if columns is not None and columns not in env:
+                env[columns] = candidate.config.conv_state_width
     return env
 
 

@@ -80,21 +80,23 @@ class Extract:
                 if operand is not None:
                     self._constant(operand, nodes, produced)
 
-    def model(
-        self, arrays: Mapping[ir.Value, np.ndarray], env: Mapping[str, int]
-    ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-        """A float32 model and the extra feeds it needs (values of which only the shape counts).
+    def shape_feeds(self, env: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Feeds for the values of which only the shape counts; ``env`` has the numbers of the symbolic dims."""
+        return {
+            _name(v): np.zeros(concrete(v, env), np.int64 if self.view.is_integer(v) else np.float32)
+            for v in self.shape_inputs
+        }
+
+    def model(self, arrays: Mapping[ir.Value, np.ndarray]) -> onnx.ModelProto:
+        """A float32 model of the region.
 
         Args:
             arrays: constants that are replaced, by value (they keep their shape).
-            env: numbers of the symbolic dims.
         """
-        feeds: dict[str, np.ndarray] = {}
         graph_inputs = [helper.make_tensor_value_info(_name(v), TensorProto.FLOAT, None) for v in self.inputs]
         for value in self.shape_inputs:
             kind = TensorProto.INT64 if self.view.is_integer(value) else TensorProto.FLOAT
             graph_inputs.append(helper.make_tensor_value_info(_name(value), kind, None))
-            feeds[_name(value)] = np.zeros(concrete(value, env), helper.tensor_dtype_to_np_dtype(kind))
         initializers = [self._initializer(v, arrays.get(v)) for v in self.constants]
         nodes = [ir.to_proto(n) for n in self.nodes]
         for node in nodes:
@@ -107,10 +109,9 @@ class Extract:
             initializers,
         )
         imports = self.view.graph.opset_imports
-        model = helper.make_model(
+        return helper.make_model(
             graph, opset_imports=[helper.make_opsetid(d, v) for d, v in imports.items()], ir_version=10
         )
-        return model, feeds
 
     @staticmethod
     def _initializer(value: ir.Value, array: np.ndarray | None) -> onnx.TensorProto:

@@ -49,16 +49,18 @@ class ProofImpossible(Exception):
 
 
 class _Region:
-    """A region as an ORT session, with its feeds of shapes."""
+    """A region as an ORT session."""
 
-    def __init__(self, extract: Extract, arrays: Mapping[ir.Value, np.ndarray], env: Mapping[str, int]) -> None:
-        model, self.extra = extract.model(arrays, env)
-        self.session = _session(model)
+    def __init__(self, extract: Extract, arrays: Mapping[ir.Value, np.ndarray]) -> None:
+        self.extract = extract
+        self.session = _session(extract.model(arrays))
         self.outputs = value_names(extract.outputs)
+        self.inputs = {i.name for i in self.session.get_inputs()}
 
-    def run(self, feeds: Arrays) -> list[np.ndarray]:
-        wanted = {i.name for i in self.session.get_inputs()}
-        return self.session.run(self.outputs, {k: v for k, v in {**self.extra, **feeds}.items() if k in wanted})
+    def run(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray]:
+        feeds = {**self.extract.shape_feeds(env), **feeds}
+        found: list[np.ndarray] = self.session.run(self.outputs, {k: v for k, v in feeds.items() if k in self.inputs})
+        return found
 
 
 def _session(model: onnx.ModelProto):  # type: ignore[no-untyped-def]  # onnxruntime has no types
@@ -110,10 +112,10 @@ class Prover:
         rows, tokens = _sizes(core, TOKENS[0])
         env = environment(core, rows, tokens)
         arrays, parameters = self._parameters(core, perturb=True)
-        region = _Region(extract, arrays, env)
+        region = _Region(extract, arrays)
         operands = draw(core.config, rows, tokens, self.seed, "normal")
         try:
-            outputs = dict(zip(extract.outputs, region.run(raw_feeds(core, operands, env)), strict=True))
+            outputs = dict(zip(extract.outputs, region.run(raw_feeds(core, operands, env), env), strict=True))
         except Exception as error:
             return Refusal("region-run", f"ONNX Runtime does not run the region at {tokens} tokens: {_line(error)}")
         truth = reference(core.config, {**operands, **parameters})
@@ -166,8 +168,7 @@ class Prover:
         _, length = rows_and_tokens(candidate)
         arrays, parameters = self._parameters(candidate, perturb=True)
         body = self._replacement_session(candidate, parameters)
-        region: _Region | None = None
-        fresh: tuple[int, int] | None = None
+        region = _Region(extract, arrays)
         plan = self._plan(candidate)
         compared = 0
         for i, (case, rows, tokens, probe) in enumerate(plan):
@@ -179,15 +180,13 @@ class Prover:
                 )
                 return report
             env = environment(candidate, rows, tokens)
-            if region is None or (extract.shape_inputs and fresh != (rows, tokens)):
-                region, fresh = _Region(extract, arrays, env), (rows, tokens)
             seed = self.seed + i
             operands = draw(candidate.config, rows, tokens, seed, case)
             entry: dict = {"case": case, "batch": rows, "tokens": tokens, "seed": seed}
             report.cases.append(entry)
             feeds = raw_feeds(candidate, operands, env)
             try:
-                want = region.run(feeds)
+                want = region.run(feeds, env)
             except Exception as error:
                 entry["original"] = f"fails: {_line(error)}"
                 if not probe and length is not None and not isinstance(length, str):
@@ -244,8 +243,6 @@ class Prover:
         outputs = [built.outputs[t] for t in candidate.output_values()]
         for value in outputs:
             value.type = ir.TensorType(ir.DataType.FLOAT)
-            value.shape = None
-        for value in bind.values():
             value.shape = None
         graph = ir.Graph(
             list(bind.values()), outputs, nodes=built.nodes, initializers=built.initializers,
