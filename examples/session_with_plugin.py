@@ -20,11 +20,10 @@ def make_session(path: str) -> ort.InferenceSession:
 
     # The plugin offers itself for each device that it has kernels for; take its CPU device here.
     name = deltafuse.get_ep_name()
-    devices = [device for device in ort.get_ep_devices() if device.ep_name == name]
-    cpu = [device for device in devices if device.device.type == ort.OrtHardwareDeviceType.CPU]
+    ours = {found.ep_metadata["deltafuse_device"]: found for found in ort.get_ep_devices() if found.ep_name == name}
 
     options = ort.SessionOptions()
-    options.add_provider_for_devices(cpu, {})
+    options.add_provider_for_devices([ours["cpu"]], {})
     # Have ONNX Runtime remember who got which node, so that the program can check it.
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     session = ort.InferenceSession(path, sess_options=options)
@@ -37,7 +36,7 @@ def main(path: str) -> int:
     session = make_session(path)
     for node in deltafuse.assignment(session):
         if node.domain == "deltafuse":
-            print(f"{node.name or node.op_type}: {node.provider}")
+            print(f"{node.op_type} {node.name}: {node.ep or 'inlined: ' + node.reason}")
     return 0
 
 

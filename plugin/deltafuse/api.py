@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from . import model_io, model_save
+from . import __version__, model_io, model_save
 from .errors import OptionError, OrtError, RequirementError
 from .registry import targets
 from .registry.ops import OPS
@@ -79,6 +79,7 @@ def fuse(
         proof_budget=budget,
         progress=progress,
     )
+    done.deltafuse_version = __version__
     done.input_kind = loaded.kind
     done.source = str(loaded.path) if loaded.path is not None else loaded.model.graph.name or ""
     done.warnings[:0] = loaded.warnings

@@ -40,7 +40,8 @@ def render(report: FusionReport, out: Console) -> None:
     """Print a report: heading, regions, what was not fused and why, repairs, warnings, passes."""
     heading(report, out)
     _regions(report, out)
-    _lines("Repaired", report.repairs, out)
+    shown = {f"{region.name}: {note}" for region in report.regions for note in region.notes}
+    _lines("Repaired", [repair for repair in report.repairs if repair not in shown], out)
     _lines("Warnings", report.warnings, out, style="yellow")
     _passes(report.passes, out)
 
