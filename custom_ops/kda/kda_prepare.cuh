@@ -1,0 +1,432 @@
+// Prefill, first kernel: everything about a chunk that needs no state. One block of four warps for a chunk of 64 tokens
+// and a value head; warp a owns the chunk's 16 tokens from 16 a on. It leaves in the workspace, in the order in which
+// the scan's warps want their matrix operands: -W, Q exp(G) scale, K exp(G_C - G), M, exp(G_C) and U (see NOTES.md).
+//
+// Decays are multiplied, never subtracted in the exponent: d = exp(g) is made once for an element, then blocks of 1, 2,
+// 4 and 8 tokens are joined two and two. At each joining, tokens of the later block carry the product of decays since
+// the border and tokens of the earlier one the product up to it; their product is the decay between the two tokens.
+// Every factor is at most 1, so nothing overflows whatever the gate, and what underflows is nothing.
+#pragma once
+
+#include "kda_device.cuh"
+
+namespace deltafuse::kda {
+
+struct PrepareArgs {
+  Sequences seqs;
+  Rows rows;
+  const void *g, *beta;
+  const float *A_log, *dt_bias;
+  unsigned char *units, *u;
+  int32_t heads, v_heads, k, v;
+  float scale, l2norm_eps, lower_bound, beta_scale;
+  L2Norm l2norm;
+  GateActivation gate;
+  int32_t beta_sigmoid;
+};
+
+// Shared memory of a block, in bytes.
+struct PrepareShared {
+  int terms, k;
+  __host__ __device__ int column_buffer() const { return terms * 3 * 2 * kTileBytes; }  // keys of three earlier blocks
+  __host__ __device__ int totals_offset() const { return 2 * column_buffer(); }
+  __host__ __device__ int a_offset() const { return totals_offset() + 2 * 4 * 32 * 4; }
+  __host__ __device__ int inverse_offset() const { return a_offset() + terms * 6 * kTileBytes; }
+  __host__ __device__ int square_offset() const { return inverse_offset() + terms * 4 * kTileBytes; }
+  __host__ __device__ int beta_offset() const { return square_offset() + 4 * 16 * 16 * 4; }
+  __host__ __device__ int keys_offset() const { return beta_offset() + kChunk * 4; }
+  __host__ __device__ int bytes() const { return keys_offset() + terms * 4 * (k / 16) * kTileBytes; }
+};
+
+template <typename T>
+__device__ __forceinline__ float sum_of_squares(const T* row, int k, int t) {
+  float sum = 0.f;
+  for (int c = t * 8; c < k; c += 32) {
+    float x[8];
+    load8(row + c, x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
+  }
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+}
+
+// An operand tile of 16 tokens and 16 channels: x[token row][the lane's eight channels], `half` 0 or 1 of the 32.
+template <typename N>
+__device__ __forceinline__ Tile<N> token_tile(const float (&x)[2][8], int half) {
+  const int i = 4 * half;
+  return make_tile<N>(x[0][i], x[0][i + 1], x[1][i], x[1][i + 1], x[0][i + 2], x[0][i + 3], x[1][i + 2], x[1][i + 3]);
+}
+// Rows 0-7 from x, rows 8-15 from y, eight tokens each.
+template <typename N>
+__device__ __forceinline__ Tile<N> stacked_tile(const float (&x)[8], const float (&y)[8], int half) {
+  const int i = 4 * half;
+  return make_tile<N>(x[i], x[i + 1], y[i], y[i + 1], x[i + 2], x[i + 3], y[i + 2], y[i + 3]);
+}
+template <typename N>
+__device__ __forceinline__ void multiply_low(float (&d)[4], const Tile<N>& a, const Tile<N>& b) {  // B: rows 0-7 of b
+  multiply<N>(d, a, b, [](uint4 p) { return p.x; }, [](uint4 p) { return p.z; });
+}
+template <typename N>
+__device__ __forceinline__ void multiply_high(float (&d)[4], const Tile<N>& a, const Tile<N>& b) {  // rows 8-15 of b
+  multiply<N>(d, a, b, [](uint4 p) { return p.y; }, [](uint4 p) { return p.w; });
+}
+
+template <typename N>
+__global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(const PrepareArgs args) {
+  using T = typename N::T;
+  constexpr int kTerms = N::kTerms;
+  constexpr uint32_t kAll = 0xffffffffu;
+  KDA_DYNAMIC_SHARED(shared);
+  const PrepareShared at{kTerms, args.k};
+  const UnitLayout unit{kTerms, args.k, args.v};
+
+  const int head = blockIdx.x % args.v_heads;
+  const int64_t slot = blockIdx.x / args.v_heads;
+  const int64_t seq = sequence_of_slot(args.seqs, slot);
+  const Span span = span_of(args.seqs, seq);
+  const int64_t first = span.begin + (slot - span.slot) * kChunk;
+  if (first >= span.end) return;
+  const int tokens = span.end - first < kChunk ? static_cast<int>(span.end - first) : kChunk;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
+  const int q_head = head / (args.v_heads / args.heads);
+  const int64_t index = slot * args.v_heads + head;
+  unsigned char* out = args.units + index * unit.bytes();
+  unsigned char* keys = shared + at.keys_offset();
+  const int64_t key_term = int64_t(4) * (args.k / 16) * kTileBytes;
+
+  // The lane's two tokens; absent ones keep zero keys, queries and rates, and decay 1.
+  bool present[2];
+  const T *q_row[2], *k_row[2], *g_row[2];
+  float q_scale[2], k_scale[2], rate[2];
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    const int token = warp * 16 + s * 8 + row;
+    present[s] = token < tokens;
+    const int64_t r = first + (present[s] ? token : 0);
+    q_row[s] = static_cast<const T*>(args.rows.q) + r * args.rows.q_stride + int64_t(q_head) * args.k;
+    k_row[s] = static_cast<const T*>(args.rows.k) + r * args.rows.k_stride + int64_t(q_head) * args.k;
+    g_row[s] = static_cast<const T*>(args.g) + (r * args.v_heads + head) * args.k;
+    float b = to_float(static_cast<const T*>(args.beta)[r * args.v_heads + head]);
+    if (args.beta_sigmoid) b = sigmoid(b);
+    rate[s] = present[s] ? b * args.beta_scale : 0.f;
+    if (t == 0) reinterpret_cast<float*>(shared + at.beta_offset())[token] = rate[s];
+    q_scale[s] = args.scale, k_scale[s] = 1.f;
+    if (args.l2norm != L2Norm::kNone) {
+      q_scale[s] *= norm_factor(sum_of_squares(q_row[s], args.k, t), args.l2norm, args.l2norm_eps);
+      k_scale[s] = norm_factor(sum_of_squares(k_row[s], args.k, t), args.l2norm, args.l2norm_eps);
+    }
+  }
+  const float gate_rate = args.gate == GateActivation::kNone ? 1.f : expf(args.A_log[head]);
+
+  // Products of 16 x 16 blocks of this warp's rows: inside its own block by the size of the blocks joined, and with the
+  // one, two and three blocks before. Rows of the first kind: 0-7 queries, 8-15 keys.
+  float own[3][2][4] = {}, own8[4] = {}, before_q[3][2][4] = {}, before_k[3][2][4] = {}, diagonal[2] = {};
+
+  for (int group = 0; group < args.k / 32; ++group) {
+    const int channel = group * 32 + t * 8;
+    float q[2][8], k[2][8], p[2][8], x[2][8];  // p: decay since the block's start, x: decay to the block's end
+    float bias[8] = {};
+    if (args.dt_bias) load8(args.dt_bias + int64_t(head) * args.k + channel, bias);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      load8(q_row[s] + channel, q[s]);
+      load8(k_row[s] + channel, k[s]);
+      load8(g_row[s] + channel, p[s]);
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float d = decay_of(p[s][i] + bias[i], args.gate, gate_rate, args.lower_bound);
+        q[s][i] = present[s] ? q[s][i] * q_scale[s] : 0.f;
+        k[s][i] = present[s] ? k[s][i] * k_scale[s] : 0.f;
+        p[s][i] = present[s] ? d : 1.f;
+        x[s][i] = 1.f;
+        diagonal[s] = fmaf(q[s][i], k[s][i], diagonal[s]);
+      }
+    }
+    // Blocks of 1, 2 and 4 tokens, in each half of eight tokens.
+#pragma unroll
+    for (int level = 0; level < 3; ++level) {
+      const bool later = (row >> level) & 1;
+      const int base = (row >> (level + 1)) << (level + 1);
+      const int source = (later ? base + (1 << level) - 1 : base + (2 << level) - 1) * 4 + t;
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        float qf[8], kf[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float f = later ? p[s][i] : x[s][i];
+          qf[i] = q[s][i] * f, kf[i] = k[s][i] * f;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Tile<N> a = stacked_tile<N>(qf, kf, half);
+          multiply_high<N>(own[level][s], a, a);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float total = __shfl_sync(kAll, p[s][i], source);
+          if (later) {
+            p[s][i] *= total;
+          } else {
+            x[s][i] *= total;
+          }
+        }
+      }
+    }
+    {  // the two halves: rows from the second, columns from the first
+      float qf[8], kf[8], cf[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) qf[i] = q[1][i] * p[1][i], kf[i] = k[1][i] * p[1][i], cf[i] = k[0][i] * x[0][i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        multiply_low<N>(own8, stacked_tile<N>(qf, kf, half), stacked_tile<N>(cf, cf, half));
+      }
+    }
+    float* totals = reinterpret_cast<float*>(shared + at.totals_offset()) + (group & 1) * 4 * 32;
+    unsigned char* columns = shared + (group & 1) * at.column_buffer();
+    const int64_t column_term = 3 * 2 * kTileBytes;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float first_half = __shfl_sync(kAll, p[0][i], 28 + t), second_half = __shfl_sync(kAll, p[1][i], 28 + t);
+      p[1][i] *= first_half;
+      x[0][i] *= second_half;
+      if (row == 0) totals[warp * 32 + t * 8 + i] = first_half * second_half;
+    }
+    // From here on p: queries and x: keys since the block's start (rows), k: keys to the block's end (columns).
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float since = p[s][i], until = x[s][i];
+        p[s][i] = q[s][i] * since;
+        x[s][i] = k[s][i] * since;
+        k[s][i] *= until;
+      }
+    }
+    if (warp < 3) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_tile<N>(columns + (warp * 2 + half) * kTileBytes, column_term, lane, token_tile<N>(k, half));
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int distance = 1; distance < 4; ++distance) {
+      if (distance <= warp) {
+        const int block = warp - distance;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Tile<N> b = load_tile<N>(columns + (block * 2 + half) * kTileBytes, column_term, lane);
+          multiply_rows<N>(before_q[distance - 1][0], before_q[distance - 1][1], token_tile<N>(p, half), b);
+          multiply_rows<N>(before_k[distance - 1][0], before_k[distance - 1][1], token_tile<N>(x, half), b);
+        }
+        float total[8];
+        load8(totals + block * 32 + t * 8, total);
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) p[s][i] *= total[i], x[s][i] *= total[i];
+        }
+      }
+    }
+    float after[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
+    for (int block = warp + 1; block < 4; ++block) {
+      float total[8];
+      load8(totals + block * 32 + t * 8, total);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) after[i] *= total[i];
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[s][i] *= -rate[s], k[s][i] *= after[i];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int tile = group * 2 + half;
+      store_tile<N>(out + unit.q_offset() + (warp * (args.k / 16) + tile) * kTileBytes, unit.region(), lane,
+                    token_tile<N>(p, half));
+      store_tile<N>(out + unit.e_offset() + (tile * 4 + warp) * kTileBytes, unit.region(), lane,
+                    transpose_parts(token_tile<N>(k, half)));
+      store_tile<N>(keys + (warp * (args.k / 16) + tile) * kTileBytes, key_term, lane, token_tile<N>(x, half));
+    }
+    if (warp == 0 && row == 0) {  // exp(G_C), in the order of the tiles' channels
+      float total[8];
+      load8(totals + t * 8, total);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) total[i] *= after[i];
+      float* decay = reinterpret_cast<float*>(out + unit.decay_offset()) + group * 32;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<float2*>(decay + half * 16 + 2 * t) = make_float2(total[half * 4], total[half * 4 + 1]);
+        *reinterpret_cast<float2*>(decay + half * 16 + 8 + 2 * t) =
+            make_float2(total[half * 4 + 2], total[half * 4 + 3]);
+      }
+    }
+  }
+
+  // M of this warp's rows goes out, -A stays in shared memory.
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    diagonal[s] += __shfl_xor_sync(kAll, diagonal[s], 1);
+    diagonal[s] += __shfl_xor_sync(kAll, diagonal[s], 2);
+  }
+  unsigned char* m_out = out + unit.m_offset();
+  float* square = reinterpret_cast<float*>(shared + at.square_offset()) + warp * 256;  // A of the own block, transposed
+  float m_own[2][2];
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = 2 * t + e, differ = row ^ column;
+      const float m = differ >= 4 ? own[2][s][e] : differ >= 2 ? own[1][s][e] : own[0][s][e];
+      const float a = differ >= 4 ? own[2][s][2 + e] : differ >= 2 ? own[1][s][2 + e] : own[0][s][2 + e];
+      m_own[s][e] = row > column ? m : row == column ? diagonal[s] : 0.f;
+      square[(s * 8 + column) * 16 + s * 8 + row] = row > column ? a * rate[s] : 0.f;
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) square[(2 * t + e) * 16 + 8 + row] = own8[2 + e] * rate[1];
+  store_tile<N>(m_out + (warp * (warp + 1) / 2 + warp) * kTileBytes, unit.m_region(), lane,
+                make_tile<N>(m_own[0][0], m_own[0][1], own8[0], own8[1], 0.f, 0.f, m_own[1][0], m_own[1][1]));
+  const int64_t a_term = 6 * kTileBytes;
+#pragma unroll
+  for (int distance = 1; distance < 4; ++distance) {
+    if (distance <= warp) {
+      const int block = warp - distance;
+      const auto& m = before_q[distance - 1];
+      const auto& a = before_k[distance - 1];
+      store_tile<N>(m_out + (warp * (warp + 1) / 2 + block) * kTileBytes, unit.m_region(), lane,
+                    make_tile<N>(m[0][0], m[0][1], m[0][2], m[0][3], m[1][0], m[1][1], m[1][2], m[1][3]));
+      store_tile<N>(shared + at.a_offset() + (warp * (warp - 1) / 2 + block) * kTileBytes, a_term, lane,
+                    make_tile<N>(-rate[0] * a[0][0], -rate[0] * a[0][1], -rate[1] * a[0][2], -rate[1] * a[0][3],
+                                 -rate[0] * a[1][0], -rate[0] * a[1][1], -rate[1] * a[1][2], -rate[1] * a[1][3]));
+    }
+  }
+
+  // (I + A)^-1 of the own block by forward substitution in float32, one column in each of 16 lanes.
+  __syncwarp();
+  {
+    float x[16];
+    const int column = lane & 15;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
+#pragma unroll
+    for (int j = 0; j < 15; ++j) {
+      float a[16];
+#pragma unroll
+      for (int i = (j + 1) / 4 * 4; i < 16; i += 4) {
+        const float4 part = *reinterpret_cast<const float4*>(square + j * 16 + i);
+        a[i] = part.x, a[i + 1] = part.y, a[i + 2] = part.z, a[i + 3] = part.w;
+      }
+#pragma unroll
+      for (int i = j + 1; i < 16; ++i) x[i] = fmaf(-a[i], x[j], x[i]);
+    }
+    __syncwarp();
+    if (lane < 16) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) square[i * 16 + column] = x[i];
+    }
+    __syncwarp();
+    const float* upper = square + row * 16 + 2 * t;
+    const float* lower = square + (row + 8) * 16 + 2 * t;
+    store_tile<N>(shared + at.inverse_offset() + warp * kTileBytes, 4 * kTileBytes, lane,
+                  make_tile<N>(upper[0], upper[1], lower[0], lower[1], upper[8], upper[9], lower[8], lower[9]));
+  }
+  __syncthreads();
+
+  // -W and U = (I + A)^-1 of the keys and the values, by forward substitution over the four blocks of tokens: 32
+  // columns at a time, all in registers.
+  const float* beta = reinterpret_cast<const float*>(shared + at.beta_offset());
+  for (int group = warp; group < (args.k + args.v) / 32; group += 4) {
+    const bool is_w = group < args.k / 32;
+    const int tile = is_w ? group * 2 : group * 2 - args.k / 16;
+    Tile<N> done[3][2];
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      float acc[4][4], y[4][4] = {};
+      if (is_w) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Tile<N> part = load_tile<N>(keys + (block * (args.k / 16) + tile + half) * kTileBytes, key_term, lane);
+          uint32_t a[kTerms], b[kTerms], c[kTerms], d[kTerms];
+#pragma unroll
+          for (int i = 0; i < kTerms; ++i) {
+            a[i] = part.term[i].x, b[i] = part.term[i].y, c[i] = part.term[i].z, d[i] = part.term[i].w;
+          }
+          const float2 fa = join<N>(a), fb = join<N>(b), fc = join<N>(c), fd = join<N>(d);
+          acc[half * 2][0] = fa.x, acc[half * 2][1] = fa.y, acc[half * 2][2] = fb.x, acc[half * 2][3] = fb.y;
+          acc[half * 2 + 1][0] = fc.x, acc[half * 2 + 1][1] = fc.y, acc[half * 2 + 1][2] = fd.x,
+                         acc[half * 2 + 1][3] = fd.y;
+        }
+      } else {
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          const int token = block * 16 + s * 8 + row;
+          const T* v_row = static_cast<const T*>(args.rows.v) +
+                           (first + (token < tokens ? token : 0)) * args.rows.v_stride + int64_t(head) * args.v +
+                           tile * 16 + t * 4;
+          const float b = beta[token];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float v[4];
+            load4(v_row + half * 16, v);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              acc[half * 2 + i / 2][s * 2 + i % 2] = token < tokens ? v[i] * b : 0.f;
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int earlier = 0; earlier < block; ++earlier) {
+        const Tile<N> a =
+            load_tile<N>(shared + at.a_offset() + (block * (block - 1) / 2 + earlier) * kTileBytes, a_term, lane);
+        multiply_parts<N>(acc[0], acc[1], a, done[earlier][0]);
+        multiply_parts<N>(acc[2], acc[3], a, done[earlier][1]);
+      }
+      const Tile<N> inverse = load_tile<N>(shared + at.inverse_offset() + block * kTileBytes, 4 * kTileBytes, lane);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float (&c0)[4] = acc[half * 2];
+        const float (&c1)[4] = acc[half * 2 + 1];
+        const Tile<N> b = transpose_parts(make_tile<N>(c0[0], c0[1], c0[2], c0[3], c1[0], c1[1], c1[2], c1[3]));
+        float (&y0)[4] = y[half * 2];
+        float (&y1)[4] = y[half * 2 + 1];
+        multiply_parts<N>(y0, y1, inverse, b);
+        const Tile<N> result = make_tile<N>(y0[0], y0[1], y0[2], y0[3], y1[0], y1[1], y1[2], y1[3]);
+        const Tile<N> turned = transpose_parts(result);
+        if (block < 3) done[block][half] = turned;
+        if (is_w) {
+          store_tile<N>(out + (block * (args.k / 16) + tile + half) * kTileBytes, unit.region(), lane, result);
+        } else {  // rows are value channels here: (v, first tokens), (v + 8, first), (v, second), (v + 8, second)
+          Tile<N> columns;
+#pragma unroll
+          for (int i = 0; i < kTerms; ++i) {
+            columns.term[i] = make_uint4(turned.term[i].x, turned.term[i].z, turned.term[i].y, turned.term[i].w);
+          }
+          store_tile<N>(args.u + index * unit.u_bytes() + (tile + half) * kTerms * unit.u_tile() + block * kTileBytes,
+                        unit.u_tile(), lane, columns);
+        }
+      }
+    }
+  }
+}
+
+template <typename N>
+cudaError_t launch_prepare_as(const PrepareArgs& args, cudaStream_t stream) {
+  const PrepareShared shared{N::kTerms, args.k};
+  const int64_t blocks = args.seqs.slots() * args.v_heads;
+  if (blocks == 0) return cudaSuccess;
+  const cudaError_t status =
+      cudaFuncSetAttribute(prepare_kernel<N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared.bytes());
+  if (status != cudaSuccess) return status;
+  prepare_kernel<N><<<static_cast<unsigned>(blocks), 128, shared.bytes(), stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace deltafuse::kda
