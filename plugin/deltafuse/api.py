@@ -43,8 +43,7 @@ def fuse(
         model: a path, ``onnx.ModelProto``, ``onnx_ir.Model`` or onnx-graphsurgeon ``Graph``. It is never changed.
         output: where to write the new model; external weights go to ``<output>.data`` beside it. None: not written.
         target: "plugin" (calls of ``deltafuse::`` functions) or "portable" (standard ONNX ops only).
-        verify: prove every rewrite by running it against the original; needs onnxruntime. False is recorded in the
-            model's metadata.
+        verify: prove every rewrite by running it against the original. False is recorded in the model's metadata.
         require: op key -> how many must be fused at least, for example ``{"kda": 20}``.
         report: a JSON file to write the report to; written also when ``require`` is not met.
         dry_run: look, and prove if asked to, but change and write no model.
@@ -63,8 +62,7 @@ def fuse(
     """
     _check_options(target, require, output, dry_run)
     budget = _budget(proof_memory, proof_seconds)
-    if verify:
-        require_ort("proving a rewrite", "or pass verify=False (--no-verify)")
+    require_ort("recognising and proving")
     for file in (output, report):
         if file is not None and not (dry_run and file is output):
             model_save.check_target(Path(file))
@@ -131,23 +129,23 @@ def record_metadata(report: FusionReport) -> None:
     )
 
 
-def require_ort(purpose: str, otherwise: str = "") -> str:
+def require_ort(purpose: str) -> str:
     """The version of the onnxruntime that is installed.
 
     Raises:
         OrtError: there is none that can be imported, or it is older than 1.27.
     """
     needs = ".".join(map(str, targets.MIN_ORT))
-    install = f"`pip install onnxruntime` (or onnxruntime-gpu){', ' + otherwise if otherwise else ''}"
+    install = "`pip install onnxruntime` (or onnxruntime-gpu)"
     try:
         import onnxruntime
     except ImportError as error:
         raise OrtError(
-            f"{purpose} needs onnxruntime {needs} or newer; importing it failed ({error}): {install}"
+            f"{purpose} need onnxruntime {needs} or newer; importing it failed ({error}): {install}"
         ) from error
     version = str(onnxruntime.__version__)
     if targets.parse_version(version) < targets.MIN_ORT:
-        raise OrtError(f"{purpose} needs onnxruntime {needs} or newer, found {version}: {install}")
+        raise OrtError(f"{purpose} need onnxruntime {needs} or newer, found {version}: {install}")
     return version
 
 

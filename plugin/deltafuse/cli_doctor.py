@@ -32,8 +32,9 @@ def examine() -> dict[str, Any]:
     }
     for target in targets.TARGETS:
         for op in OPS:
-            why = targets.refusal(op, target, runtime["version"] or "0")
-            findings["targets"].append({"target": target, "op": op, "runs": why is None, "reason": why and why.reason})
+            why = targets.refusal(op, target, runtime["version"]) if runtime["version"] else None
+            reason = (why.reason if why else "") if runtime["version"] else "there is no onnxruntime"
+            findings["targets"].append({"target": target, "op": op, "runs": not reason, "reason": reason})
     return findings
 
 
