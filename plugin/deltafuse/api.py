@@ -69,14 +69,20 @@ def fuse(
     if progress:
         progress("load", 0, 1)
     loaded = model_io.load(model, base_dir)
-    done = _pipeline()(
-        loaded.model,
-        verify=verify,
-        target=target,
-        dry_run=dry_run,
-        proof_budget=budget,
-        progress=progress,
-    )
+    try:
+        done = _pipeline()(
+            loaded.model,
+            verify=verify,
+            target=target,
+            dry_run=dry_run,
+            proof_budget=budget,
+            progress=progress,
+        )
+    except Exception as error:
+        explained = model_io.explain_failure(loaded, error)
+        if explained is None:
+            raise
+        raise explained from error
     done.deltafuse_version = __version__
     done.input_kind = loaded.kind
     done.source = str(loaded.path) if loaded.path is not None else loaded.model.graph.name or ""

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from .errors import DeltaFuseError, ExternalDataError, ModelKindError, NotOnnxError, OpsetError, OutputError
-from .onnx_file import check_file
+from .onnx_file import TEXT_SUFFIXES, check_file
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,60 @@ def _check_graph(model: ir.Model, what: str) -> None:
     if len(graph) == 0 or not graph.outputs:
         found = f"{len(graph)} nodes and {len(graph.outputs)} outputs"
         raise NotOnnxError(f"{what} holds an empty graph ({found}): nothing to fuse")
+    _check_order(graph, set(), what)
+    for tensor in all_tensors(model):
+        _check_size(tensor, what)
+
+
+def _check_order(graph: ir.Graph, defined: set[ir.Value], what: str) -> None:
+    """Every value is defined before it is used, in the graph and in the subgraphs of its nodes."""
+    defined.update(graph.inputs)
+    defined.update(graph.initializers.values())
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value not in defined:
+                found = "nothing defines" if value.producer() is None else "only a later node defines"
+                raise NotOnnxError(
+                    f"{what} is damaged: node {node.name!r} ({node.op_type}) uses {value.name!r}, which {found}"
+                )
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+                _check_order(attribute.as_graph(), defined, what)
+            elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
+                for body in attribute.as_graphs():
+                    _check_order(body, defined, what)
+        defined.update(node.outputs)
+    for value in graph.outputs:
+        if value not in defined:
+            raise NotOnnxError(f"{what} is damaged: nothing defines its output {value.name!r}")
+
+
+def _check_size(tensor: ir.TensorProtocol, what: str) -> None:
+    """A tensor that was read from a file holds as many bytes as its shape and type say."""
+    if not isinstance(tensor, ir.TensorProtoTensor):
+        return
+    raw = tensor.raw
+    if raw.HasField("raw_data") and len(raw.raw_data) != tensor.nbytes:
+        raise NotOnnxError(
+            f"{what} is damaged: tensor {tensor.name!r} has {len(raw.raw_data):,} bytes, "
+            f"but {tensor.dtype.name}{list(tensor.shape)} needs {tensor.nbytes:,}"
+        )
+
+
+def explain_failure(loaded: LoadedModel, error: Exception) -> DeltaFuseError | None:
+    """Work on the model failed in an unexpected way: is it because the model is not valid?
+
+    Asked only then: the check takes time, and some models that onnx does not know in full are served all the same.
+    """
+    try:
+        path = loaded.path
+        proto = ir.to_proto(loaded.model)  # fails by itself where fields hold what they must not
+        as_file = path is not None and path.suffix.lower() not in TEXT_SUFFIXES
+        onnx.checker.check_model(str(path) if as_file else proto, full_check=True)
+    except Exception as problem:
+        what = str(loaded.path) if loaded.path else "the model"
+        return NotOnnxError(f"{what} is not valid ONNX: {one_line(problem)} (so fusing it failed: {one_line(error)})")
+    return None
 
 
 def _check_opset(model: ir.Model, what: str, warnings: list[str]) -> None:
@@ -261,7 +315,7 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 
 def one_line(error: BaseException) -> str:
     """An error's text on one line, shortened, for a message."""
-    if isinstance(error, DeltaFuseError):
-        return str(error)
+    while isinstance(error, ir.serde.SerdeError) and error.__cause__ is not None:
+        error = error.__cause__  # the outer ones only say which part was being read
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

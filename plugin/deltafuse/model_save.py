@@ -95,7 +95,7 @@ def save(
             return _move_into_place(aside, target, data_name, warnings)
     except OutputError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ir.serde.SerdeError) as error:
         raise OutputError(f"{target} was not written: {one_line(error)}") from error
 
 

@@ -173,3 +173,15 @@ def test_json_is_strict(pipeline: FakePipeline, path: Path) -> None:
     report = deltafuse.fuse(path)
     report.regions[0].proof.error = float("nan")  # type: ignore[union-attr]
     assert json.loads(report.to_json())["regions"][0]["proof"]["error"] is None
+
+
+def test_failures_on_invalid_models_are_explained(pipeline: FakePipeline, path: Path, proto: onnx.ModelProto) -> None:
+    """An unexpected error is the model's fault where onnx.checker says so, and stays itself where not."""
+    pipeline.error = KeyError("axis")
+    with pytest.raises(KeyError):
+        deltafuse.fuse(path)
+    proto.graph.node[0].input.append("x")  # Add takes two
+    path.write_bytes(proto.SerializeToString())
+    for source in (path, proto):
+        with pytest.raises(errors.NotOnnxError, match=r"is not valid ONNX: .*\(so fusing it failed: 'axis'\)"):
+            deltafuse.fuse(source)

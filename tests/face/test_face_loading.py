@@ -202,3 +202,53 @@ def test_bad_external_data(external_path: Path, name: str) -> None:
     with pytest.raises(ExternalDataError, match=expected) as caught:
         model_io.load(external_path)
     assert "'w'" in str(caught.value)
+
+
+def dangle(graph: onnx.GraphProto) -> None:
+    graph.node[0].input[1] = "nowhere"
+
+
+def disorder(graph: onnx.GraphProto) -> None:
+    graph.node.insert(0, onnx.helper.make_node("Neg", ["y"], ["z"], name="early"))
+
+
+def define_twice(graph: onnx.GraphProto) -> None:
+    graph.node.append(graph.node[0])
+
+
+def lose_the_output(graph: onnx.GraphProto) -> None:
+    graph.output[0].name = "absent"
+
+
+def wrong_size(graph: onnx.GraphProto) -> None:
+    graph.initializer[0].dims[0] = 1025
+
+
+def dangle_inside(graph: onnx.GraphProto) -> None:
+    body = onnx.helper.make_graph(
+        [onnx.helper.make_node("Neg", ["nowhere"], ["b"], name="inner")],
+        "body",
+        [],
+        [onnx.helper.make_tensor_value_info("b", 1, None)],
+    )
+    graph.initializer.append(onnx.helper.make_tensor("c", onnx.TensorProto.BOOL, [], [True]))
+    graph.node.append(onnx.helper.make_node("If", ["c"], ["u"], then_branch=body, else_branch=body))
+
+
+BROKEN: dict[str, tuple[Callable[[onnx.GraphProto], None], str]] = {
+    "dangling": (dangle, r"node 'add' \(Add\) uses 'nowhere', which nothing defines"),
+    "order": (disorder, "node 'early' .* uses 'y', which only a later node defines"),
+    "twice": (define_twice, "is damaged"),
+    "output": (lose_the_output, "nothing defines its output 'absent'|is damaged"),
+    "size": (wrong_size, r"tensor 'w' has 4,096 bytes, but FLOAT\[1025\] needs 4,100"),
+    "inside": (dangle_inside, "node 'inner' .* uses 'nowhere', which nothing defines"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_graphs(path: Path, proto: onnx.ModelProto, name: str) -> None:
+    damage, expected = BROKEN[name]
+    damage(proto.graph)
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(NotOnnxError, match=expected):
+        model_io.load(path)
