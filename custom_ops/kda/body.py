@@ -249,7 +249,7 @@ class _Body:
         ][: len(formal_outputs(config))]
         # a node of its own for each output: a function's output must not be a constant or another output
         outputs = [b.op("Identity", y) if dtype == FLOAT else b.cast(y, dtype) for y, dtype in results]
-        for name, output in zip(OUTPUTS, outputs):
+        for name, output in zip(formal_outputs(config), outputs, strict=True):
             output.name = name
         return outputs
 

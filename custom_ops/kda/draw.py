@@ -12,7 +12,7 @@ from .spec import KdaConfig
 
 Array = NDArray[Any]
 
-#: What :func:`draw_inputs` can draw. ``collinear-slow`` is the numerically hard one (``hard_factor`` of the tolerances).
+#: What :func:`draw_inputs` can draw. ``collinear-slow`` is the numerically hard one (tolerances: ``hard_factor``).
 CASES = (
     "normal",
     "gate-near-zero",  # log decay about -1e-3: nothing is forgotten
@@ -148,5 +148,5 @@ def draw_inputs(
     values["cu_seqlens"] = _lengths(batch, seq_len, rng, case)
 
     own = {"initial_state": DTYPES[state_dtype], "cu_seqlens": np.dtype(index_dtype)}
-    own.update({name: np.float32 for name in ("A_log", "dt_bias", "conv_weight", "conv_bias", "norm_weight")})
+    own.update(dict.fromkeys(("A_log", "dt_bias", "conv_weight", "conv_bias", "norm_weight"), np.float32))
     return {name: values[name].astype(own.get(name, DTYPES[dtype])) for name in config.input_names()}

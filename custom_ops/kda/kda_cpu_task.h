@@ -39,16 +39,21 @@ static void StartConvolution(const Place& at, float* scratch) {
   for (int64_t i = 0; i < (width - 1) * row; ++i) raw[i] = 0.0f;
   const int64_t channels =
       2 * static_cast<int64_t>(p.num_heads) * p.head_dim + static_cast<int64_t>(p.num_v_heads) * p.head_v_dim;
-  for (const Part& part : parts) {
+  const int64_t columns = p.conv_state_width, old = columns - (width - 1);
+  for (int i = 0; i < 3; ++i) {
+    const Part& part = parts[i];
+    const float* weight = p.conv_weight + part.channel * width;
+    float* tap = taps + part.offset;
     for (int64_t c = 0; c < part.width; ++c) {
-      const int64_t channel = part.channel + c;
-      for (int64_t w = 0; w < width; ++w) taps[w * row + part.offset + c] = p.conv_weight[channel * width + w];
-      if (p.conv_bias) taps[width * row + part.offset + c] = p.conv_bias[channel];
-      if (p.conv_state == nullptr || width < 2) continue;
-      float past[kMaxConvWidth + kLanes];
-      const int64_t old = p.conv_state_width - (width - 1);
-      LoadRow(past, p.conv_state, p.dtype, (at.sequence * channels + channel) * p.conv_state_width + old, width - 1, 0);
-      for (int64_t w = 0; w < width - 1; ++w) raw[w * row + part.offset + c] = past[w];
+      for (int64_t w = 0; w < width; ++w) tap[w * row + c] = weight[c * width + w];
+    }
+    if (p.conv_bias) LoadRow(tap + width * row, p.conv_bias, DType::kFloat32, part.channel, part.width, 0);
+    if (p.conv_state == nullptr || width < 2) continue;
+    // by channel in memory, by token in scratch; both buffers have room for kChunk rows and are not in use yet
+    float* past = scratch + (i == 2 ? at.plan->o : at.plan->reads);
+    LoadRow(past, p.conv_state, p.dtype, (at.sequence * channels + part.channel) * columns, part.width * columns, 0);
+    for (int64_t c = 0; c < part.width; ++c) {
+      for (int64_t w = 0; w < width - 1; ++w) raw[w * row + part.offset + c] = past[c * columns + old + w];
     }
   }
 }
@@ -73,6 +78,9 @@ static void LoadRows(const Place& at, float* scratch, int64_t start, int64_t tok
       const int64_t from = (at.row + start + t) * part.stride + part.column;
       float* to = width ? scratch + plan.raw + (width - 1 + t) * row + part.offset : rows + t * stride;
       LoadRow(to, part.input, p.dtype, from, part.width, part.padded);
+      if (start + t + kChunk < at.tokens) {
+        PrefetchRow(part.input, p.dtype, from + kChunk * part.stride, part.width);
+      }
     }
     if (width == 0) continue;
     float* raw = scratch + plan.raw + part.offset;
@@ -110,7 +118,10 @@ static void LoadDecays(const Place& at, float* scratch, int64_t start, int64_t t
   const float* bias = scratch + at.plan->bias;
   for (int64_t t = 0; t < tokens; ++t) {
     float* x = scratch + at.plan->decay + t * width;
-    LoadRow(x, p.g, p.dtype, ((at.row + start + t) * p.num_v_heads + at.head) * p.head_dim, p.head_dim, width);
+    const int64_t stride = static_cast<int64_t>(p.num_v_heads) * p.head_dim;
+    const int64_t from = (at.row + start + t) * stride + at.head * p.head_dim;
+    LoadRow(x, p.g, p.dtype, from, p.head_dim, width);
+    if (start + t + kChunk < at.tokens) PrefetchRow(p.g, p.dtype, from + kChunk * stride, p.head_dim);
     for (int64_t c = 0; c < width; c += kLanes) {
       Vec g = Load(x + c) + Load(bias + c);
       if (p.gate_activation == GateActivation::kSoftplus) g = Splat(-rate) * Softplus(g);

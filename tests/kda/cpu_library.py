@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-
 from deltafuse.custom_ops.kda.draw import DTYPES
 from deltafuse.custom_ops.kda.spec import KdaConfig
+from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops" / "kda"
@@ -144,7 +143,7 @@ class CpuKernel:
         threads: int = 2,
         in_place: bool = False,
     ) -> Arrays:
-        """All outputs the configuration asks for; they start as NaN. ``in_place``: states overwrite copies of inputs."""
+        """All outputs asked for; they start as NaN. ``in_place``: new states overwrite copies of the old."""
         inputs = {name: np.ascontiguousarray(x) for name, x in inputs.items()}
         rows, tokens = inputs["q"].shape[:2]
         count = len(inputs["cu_seqlens"]) - 1 if config.has_cu_seqlens else rows

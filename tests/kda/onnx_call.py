@@ -29,8 +29,8 @@ def call_model(
     seq_len: int | None = None,
     ir_version: int = 8,
 ) -> onnx.ModelProto:
-    """Graph inputs and outputs are float32 (``cu_seqlens`` as it is), cast to and from T and TS; T and B are dynamic."""
-    own = {name: TYPES[dtype] for name in STREAMS} | {"initial_state": TYPES[state_dtype]}
+    """Graph inputs and outputs are float32 (not ``cu_seqlens``), cast to and from T and TS; T and B are dynamic."""
+    own = dict.fromkeys(STREAMS, TYPES[dtype]) | {"initial_state": TYPES[state_dtype]}
     nodes: list[ir.Node] = []
 
     def cast(value: ir.Value, to: ir.DataType, name: str) -> ir.Value:

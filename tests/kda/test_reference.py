@@ -90,7 +90,7 @@ def test_convolution_equals_numpy_convolve() -> None:
     )
     names = np.split(mixed[None], [12, 24], axis=-1)
     bare = replace(config, conv_width=0, conv_state_width=0, has_conv_state=False, has_present_conv_state=False)
-    direct = reference(bare, {**inputs, **dict(zip("qkv", names))})
+    direct = reference(bare, {**inputs, **dict(zip("qkv", names, strict=True))})
     assert relative_error(reference(config, inputs)["o"], direct["o"]) < 1e-6  # the state was drawn in float32
 
 
