@@ -28,7 +28,10 @@ void OnThreads(void* user, int64_t count, void (*fn)(void* ctx, int64_t i), void
 extern "C" {
 
 // sizeof(Params), to check a caller's mirror of it.
-__attribute__((visibility("default"))) size_t deltafuse_kda_params_bytes() { return sizeof(deltafuse::kda::Params); }
+// Weak: the CUDA kernels' C face has the same one.
+__attribute__((weak, visibility("default"))) size_t deltafuse_kda_params_bytes() {
+  return sizeof(deltafuse::kda::Params);
+}
 
 __attribute__((visibility("default"))) const char* deltafuse_kda_cpu_refusal(const deltafuse::kda::Params* params) {
   return deltafuse::kda::cpu_refusal(*params);

@@ -6,7 +6,8 @@
 
 extern "C" {
 
-size_t deltafuse_kda_params_bytes() { return sizeof(deltafuse::kda::Params); }
+// Weak: the CPU kernel's C face has the same one.
+__attribute__((weak)) size_t deltafuse_kda_params_bytes() { return sizeof(deltafuse::kda::Params); }
 
 const char* deltafuse_kda_cuda_refusal(const deltafuse::kda::Params* params, int compute_capability) {
   return deltafuse::kda::cuda_refusal(*params, compute_capability);
