@@ -65,12 +65,20 @@ def _runtime() -> dict[str, Any]:
 
 
 def _plugin(runtime: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"library": None, "build": None, "loads": False, "devices": [], "problem": None}
+    found: dict[str, Any] = {
+        "library": None,
+        "build": None,
+        "cuda": "",
+        "loads": False,
+        "devices": [],
+        "problem": None,
+    }
     try:
-        from .discovery import build_info, get_ep_names, get_library_path
+        from .discovery import build_info, cuda_status, get_ep_names, get_library_path
 
-        found["library"] = str(get_library_path())
         found["build"] = build_info()
+        found["library"] = str(get_library_path())
+        found["cuda"] = cuda_status() if found["build"]["cuda_archs"] else ""
         names = list(get_ep_names())
     except Exception as error:
         found["problem"] = _text(error)
@@ -119,8 +127,12 @@ def render(findings: dict[str, Any], out: Console) -> None:
         line("providers", ", ".join(runtime["providers"]))
     plugin = findings["plugin"]
     line("plugin", plugin["library"] or "no library", plugin["problem"])
-    for name, value in (plugin["build"] or {}).items():
-        line("", f"{name}: {value}")
+    build = plugin["build"] or {}
+    if build.get("native"):
+        archs = ", ".join(f"sm_{arch}" for arch in build["cuda_archs"]) or f"none: {build['cuda_note']}"
+        line("", f"built with ONNX Runtime's headers from: {build['ort_headers']}; CUDA kernels: {archs}")
+    if plugin["cuda"]:
+        line("", f"no CUDA device is used: {plugin['cuda']}")
     if plugin["loads"]:
         devices = [f"{device['type']} ({device['vendor']})" for device in plugin["devices"]]
         line("loads", "yes; devices: " + (", ".join(devices) or "none"))
