@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +16,29 @@ import torch
 from numpy.typing import NDArray
 
 try:
+    from deltafuse.custom_ops.kda.draw import draw_inputs
+    from deltafuse.custom_ops.kda.reference import reference, relative_error, tolerance
     from deltafuse.custom_ops.kda.spec import KdaConfig
 except ImportError:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from custom_ops.kda.spec import KdaConfig  # type: ignore[no-redef]
+    from custom_ops.kda.draw import draw_inputs
+    from custom_ops.kda.reference import reference, relative_error, tolerance
+    from custom_ops.kda.spec import KdaConfig
+
+__all__ = [
+    "Call",
+    "KdaConfig",
+    "Kernels",
+    "Params",
+    "draw_inputs",
+    "find_library",
+    "nans",
+    "reference",
+    "relative_error",
+    "to_numpy",
+    "to_torch",
+    "tolerance",
+]
 
 Array = NDArray[Any]
 
@@ -52,6 +73,20 @@ class Params(ctypes.Structure):
         *((name, _PTR) for name in ("initial_state", "norm_weight", "gate", "cu_seqlens")),
         *((name, _PTR) for name in ("o", "present_conv_state", "final_state")),
     ]
+
+
+def find_library() -> Path | None:
+    """The library to test: what DELTAFUSE_KDA_LIBRARY names, or the plugin's own."""
+    named = os.environ.get("DELTAFUSE_KDA_LIBRARY")
+    if named:
+        return Path(named)
+    spec = importlib.util.find_spec("deltafuse")
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    for folder in [*folders, Path(__file__).resolve().parents[2] / "plugin" / "deltafuse"]:
+        library = Path(folder) / "libdeltafuse_ep.so"
+        if library.is_file():
+            return library
+    return None
 
 
 def to_torch(x: Array, device: str) -> torch.Tensor:
@@ -141,7 +176,8 @@ class Call:
             inner = (c.head_dim, c.head_v_dim) if c.state_layout == "KV" else (c.head_v_dim, c.head_dim)
             reuse = in_place and c.has_initial_state
             shape = (sequences, c.num_v_heads, *inner)
-            self.outputs["final_state"] = t["initial_state"] if reuse else nans(shape, TORCH_DTYPES[state_dtype], device)
+            fresh = nans(shape, TORCH_DTYPES[state_dtype], device)
+            self.outputs["final_state"] = t["initial_state"] if reuse else fresh
         for name, tensor in self.outputs.items():
             setattr(p, name, tensor.data_ptr())
         self.params = p
