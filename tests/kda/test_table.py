@@ -1,0 +1,27 @@
+"""The op's README says what its spec says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from deltafuse.custom_ops.kda.spec import ATTRIBUTES, INPUTS, OUTPUTS
+from deltafuse.custom_ops.kda.table import MEANING, markdown, updated
+
+README = Path(__file__).resolve().parents[2] / "custom_ops" / "kda" / "README.md"
+
+
+def test_readme_is_up_to_date() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert updated(text) == text, "run python -m deltafuse.custom_ops.kda.table custom_ops/kda/README.md"
+
+
+def test_everything_is_in_the_tables() -> None:
+    assert set(MEANING) == set(ATTRIBUTES)
+    for name in (*INPUTS, *OUTPUTS, *ATTRIBUTES):
+        assert f"`{name}`" in markdown()
+
+
+def test_a_text_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="generated"):
+        updated("nothing")
