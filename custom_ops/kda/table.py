@@ -1,4 +1,4 @@
-"""The op's spec as Markdown tables. ``python -m deltafuse.custom_ops.kda.table README.md`` puts them into its README."""
+"""The spec as Markdown tables: ``python -m deltafuse.custom_ops.kda.table README.md`` puts them into the README."""
 
 from __future__ import annotations
 
