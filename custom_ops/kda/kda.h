@@ -16,12 +16,12 @@ enum class OutputGate : int32_t { kNone = 0, kSigmoid = 1, kSilu = 2 };
 // three pointers into one buffer with row stride C); rows of g, beta, gate and o are dense.
 struct Params {
   // geometry
-  int64_t batch = 0;      // B (1 with cu_seqlens)
-  int64_t seq_len = 0;    // S, tokens a row of the batch; with cu_seqlens the total
-  int64_t num_seqs = 0;   // N: batch, or the number of sequences in cu_seqlens
+  int64_t batch = 0;     // B (1 with cu_seqlens)
+  int64_t seq_len = 0;   // S, tokens a row of the batch; with cu_seqlens the total
+  int64_t num_seqs = 0;  // N: batch, or the number of sequences in cu_seqlens
   int32_t num_heads = 0, num_v_heads = 0, head_dim = 0, head_v_dim = 0;
-  int32_t conv_width = 0;        // 0: no convolution
-  int32_t conv_state_width = 0;  // columns of conv_state and present_conv_state
+  int32_t conv_width = 0;               // 0: no convolution
+  int32_t conv_state_width = 0;         // columns of conv_state and present_conv_state
   DType dtype = DType::kFloat32;        // q k v g beta gate o conv_state
   DType state_dtype = DType::kFloat32;  // initial_state final_state
   // attributes

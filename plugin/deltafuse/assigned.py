@@ -74,9 +74,8 @@ def model_calls(session: Any) -> Iterator[tuple[str, str, str]]:
     """The deltafuse nodes in the model of a session: domain, operator, name (or first output)."""
     import onnx
 
-    path, data = getattr(session, "_model_path", None), getattr(session, "_model_bytes", None)
-    if not path and not data:
-        return
+    path: str | None = getattr(session, "_model_path", None)
+    data: bytes = getattr(session, "_model_bytes", None) or b""
     try:
         model = onnx.load(path, load_external_data=False) if path else onnx.load_from_string(data)
     except Exception:  # not an ONNX file (ORT's own format): it cannot be asked
