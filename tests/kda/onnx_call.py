@@ -27,9 +27,13 @@ def call_model(
     state_dtype: str = "float32",
     *,
     seq_len: int | None = None,
+    dynamic: bool = True,
     ir_version: int = 8,
 ) -> onnx.ModelProto:
-    """Graph inputs and outputs are float32 (not ``cu_seqlens``), cast to and from T and TS; T and B are dynamic."""
+    """Graph inputs and outputs are float32 (not ``cu_seqlens``), cast to and from T and TS.
+
+    ``dynamic``: batch and tokens are symbols, else the numbers of ``inputs``.
+    """
     own = dict.fromkeys(STREAMS, TYPES[dtype]) | {"initial_state": TYPES[state_dtype]}
     nodes: list[ir.Node] = []
 
@@ -42,11 +46,11 @@ def call_model(
     outside, operands = [], {}
     for name, array in inputs.items():
         shape: list[int | str] = list(array.shape)
-        if name in ("q", "k", "v", "g", "beta", "gate"):
+        if dynamic and name in ("q", "k", "v", "g", "beta", "gate"):
             shape[:2] = [1 if config.has_cu_seqlens else "B", "T"]
-        elif name in ("conv_state", "initial_state"):
+        elif dynamic and name in ("conv_state", "initial_state"):
             shape[0] = "N" if config.has_cu_seqlens else "B"
-        elif name == "cu_seqlens":
+        elif dynamic and name == "cu_seqlens":
             shape = ["N_plus_1"]
         kind = ir.DataType.from_numpy(array.dtype) if name == "cu_seqlens" else FLOAT
         value = ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))

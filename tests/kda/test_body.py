@@ -72,6 +72,16 @@ def test_known_length(seq_len: int) -> None:
     assert_close(got, reference(FULL, inputs), tolerance("body", "float32"), seq_len)
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_frozen_shapes_with_the_general_body(tokens: int) -> None:
+    """Both branches stay well typed where the model knows T."""
+    inputs = draw_inputs(FULL, 2, tokens, np.random.default_rng(8))
+    model = call_model(FULL, inputs, dynamic=False)
+    onnx.checker.check_model(model, full_check=True)
+    got = run(session(model), FULL, inputs)
+    assert_close(got, reference(FULL, inputs), tolerance("body", "float32"), tokens)
+
+
 def test_no_tokens_at_all() -> None:
     config = replace(FULL, conv_width=0, conv_state_width=0, conv_activation="none", has_conv_bias=False)
     config = replace(config, has_conv_state=False, has_present_conv_state=False)
