@@ -29,29 +29,38 @@ def same(a: ir.Value | None, b: ir.Value | None) -> bool:
     return a is not None and (a is b or uncast(a) is uncast(b))
 
 
+def unmoved(value: ir.Value | None) -> ir.Value | None:
+    """The value before casts and transposes: ORT's optimiser moves transposes into the middle of norms."""
+    return through(value, "Cast", "Identity", "Transpose")
+
+
+def same_elements(a: ir.Value | None, b: ir.Value | None) -> bool:
+    """The same value, casts and transposes aside."""
+    return a is not None and (a is b or unmoved(a) is unmoved(b))
+
+
 @dataclass(frozen=True)
 class Norm:
-    """``y = x / norm(x)`` over the last axis. kind: "sum" sqrt(sum x^2 + eps), "max" max(sqrt(sum x^2), eps),
-    "rms" sqrt(mean x^2 + eps)."""
+    """``y = numerator / norm(x)`` over one axis of x. kind: "sum" sqrt(sum x^2 + eps), "max" max(sqrt(sum x^2), eps),
+    "rms" sqrt(mean x^2 + eps). ``numerator`` is x, or x transposed or cast."""
 
     kind: str
     x: ir.Value
     y: ir.Value
     epsilon: float
+    numerator: ir.Value
+    axis: int = -1
 
 
-def _last_axis(view: GraphView, node: ir.Node, x: ir.Value) -> bool:
-    """Does the reduction run over the last axis, keeping it?"""
+def _axis(view: GraphView, node: ir.Node) -> int | None:
+    """The one axis that a reduction runs over and keeps, as the node has it (it may count from the end)."""
     if "keepdims" in node.attributes and node.attributes["keepdims"].as_int() != 1:
-        return False
+        return None
     if "axes" in node.attributes:
         axes: list[int] | None = list(node.attributes["axes"].as_ints())
     else:
         axes = view.ints(node.inputs[1]) if len(node.inputs) > 1 else None
-    if axes is None or len(axes) != 1:
-        return False
-    rank = rank_of(x)
-    return axes[0] == -1 or (rank is not None and axes[0] == rank - 1)
+    return axes[0] if axes is not None and len(axes) == 1 else None
 
 
 def square_of(view: GraphView, value: ir.Value | None) -> ir.Value | None:
@@ -66,9 +75,19 @@ def square_of(view: GraphView, value: ir.Value | None) -> ir.Value | None:
     return None
 
 
-def denominator(view: GraphView, value: ir.Value | None) -> tuple[str, ir.Value, float] | None:
-    """What ``value`` is the norm of: (kind, x, epsilon)."""
-    value = through(uncast(value), "Expand", "Cast", "Identity")
+@dataclass(frozen=True)
+class Length:
+    """A norm's denominator: of what, over which axis, and how epsilon enters (see :class:`Norm`)."""
+
+    kind: str
+    x: ir.Value
+    epsilon: float
+    axis: int
+
+
+def denominator(view: GraphView, value: ir.Value | None) -> Length | None:
+    """What ``value`` is the norm of."""
+    value = through(value, "Expand", "Cast", "Identity", "Transpose")
     producer = None if value is None else value.producer()
     if producer is None:
         return None
@@ -79,7 +98,7 @@ def denominator(view: GraphView, value: ir.Value | None) -> tuple[str, ir.Value,
     return None
 
 
-def _root(view: GraphView, value: ir.Value | None) -> tuple[str, ir.Value, float] | None:
+def _root(view: GraphView, value: ir.Value | None) -> Length | None:
     """The radicand: reduced squares plus epsilon."""
     epsilon = 0.0
     producer = None if value is None else value.producer()
@@ -91,7 +110,7 @@ def _root(view: GraphView, value: ir.Value | None) -> tuple[str, ir.Value, float
         if scalar is None:
             return None
         epsilon, value = scalar, a
-    value = uncast(value)
+    value = unmoved(value)
     producer = None if value is None else value.producer()
     if producer is None:
         return None
@@ -103,12 +122,11 @@ def _root(view: GraphView, value: ir.Value | None) -> tuple[str, ir.Value, float
         kind = "sum" if producer.op_type == "ReduceSum" else "rms"
     else:
         return None
-    if x is None or not _last_axis(view, producer, x):
-        return None
-    return kind, x, epsilon
+    axis = _axis(view, producer)
+    return None if x is None or axis is None else Length(kind, x, epsilon, axis)
 
 
-def _clamped(view: GraphView, node: ir.Node) -> tuple[str, ir.Value, float] | None:
+def _clamped(view: GraphView, node: ir.Node) -> Length | None:
     """max(norm, eps), as F.normalize leaves it: `ReduceL2 Clip` or `... Max`."""
     norm, bound = node.inputs[0], node.inputs[1]
     if node.op_type == "Clip":
@@ -117,17 +135,17 @@ def _clamped(view: GraphView, node: ir.Node) -> tuple[str, ir.Value, float] | No
     elif view.scalar(norm) is not None:
         norm, bound = bound, norm
     epsilon = view.scalar(bound)
-    norm = uncast(norm)
+    norm = unmoved(norm)
     producer = None if norm is None else norm.producer()
     if epsilon is None or producer is None:
         return None
     if is_op(producer, "ReduceL2"):
-        x = producer.inputs[0]
-        return ("max", x, epsilon) if x is not None and _last_axis(view, producer, x) else None
+        x, axis = producer.inputs[0], _axis(view, producer)
+        return None if x is None or axis is None else Length("max", x, epsilon, axis)
     if is_op(producer, "Sqrt"):
         inner = _root(view, producer.inputs[0])
-        if inner is not None and inner[0] == "sum" and inner[2] == 0.0:
-            return "max", inner[1], epsilon
+        if inner is not None and inner.kind == "sum" and inner.epsilon == 0.0:
+            return Length("max", inner.x, epsilon, inner.axis)
     return None
 
 
@@ -139,25 +157,25 @@ def match_norm(view: GraphView, node: ir.Node) -> Norm | None:
         axis = attribute_int(node, "axis", -1)
         if x is None or attribute_int(node, "p", 2) != 2 or axis not in (-1, (rank or 0) - 1):
             return None
-        return Norm("sum", x, y, 0.0)
+        return Norm("sum", x, y, 0.0, x)
     if is_op(node, "Div"):
         x, below = node.inputs[0], node.inputs[1]
         found = denominator(view, below)
-        if found is not None and same(found[1], x) and x is not None:
-            return Norm(found[0], x, y, found[2])
+        if found is not None and same_elements(found.x, x) and x is not None:
+            return Norm(found.kind, found.x, y, found.epsilon, x, found.axis)
         return None
     if not is_op(node, "Mul"):
         return None
     for x, factor in ((node.inputs[0], node.inputs[1]), (node.inputs[1], node.inputs[0])):
         found = reciprocal_norm(view, factor)
-        if found is not None and same(found[1], x) and x is not None:
-            return Norm(found[0], x, y, found[2])
+        if found is not None and same_elements(found.x, x) and x is not None:
+            return Norm(found.kind, found.x, y, found.epsilon, x, found.axis)
     return None
 
 
-def reciprocal_norm(view: GraphView, value: ir.Value | None) -> tuple[str, ir.Value, float] | None:
-    """(kind, x, epsilon) when the value is 1 / norm(x)."""
-    value = through(value, "Expand", "Cast", "Identity")
+def reciprocal_norm(view: GraphView, value: ir.Value | None) -> Length | None:
+    """The norm, when the value is 1 / norm(x)."""
+    value = through(value, "Expand", "Cast", "Identity", "Transpose")
     producer = None if value is None else value.producer()
     if producer is None:
         return None

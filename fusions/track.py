@@ -80,17 +80,20 @@ def _target(view: GraphView, node: ir.Node) -> list[int | None] | None:
 
 def _reshape(view: GraphView, track: Track, node: ir.Node) -> Track | None:
     target = _target(view, node)
-    if target is None:
-        return None
-    outer = [label for label in track.labels if not isinstance(label, int) and label != "1"]
-    channel_axes = [label for label in track.labels if isinstance(label, int)]
-    # the channels must be the last axes, in order: anything else mixes them with time
     plain = [label for label in track.labels if label != "1"]
-    if plain != [*outer, *channel_axes] or channel_axes != sorted(channel_axes):
+    channels = [label for label in plain if isinstance(label, int)]
+    if target is None or channels != sorted(channels) or not channels:
         return None
-    want, sizes = track.channels, []
+    # the channels must be neighbours, in order: anything else mixes them with time
+    first = plain.index(channels[0])
+    left, right = plain[:first], plain[first + len(channels) :]
+    if plain != [*left, *channels, *right] or any(isinstance(label, int) for label in right):
+        return None
     rest = list(target)
-    product = 1
+    tail = [rest.pop() for _ in right] if len(rest) >= len(right) else []
+    if len(tail) != len(right):
+        return None
+    want, product, sizes = track.channels, 1, []
     while rest and product < want:
         size = rest.pop()
         if size is None:
@@ -102,22 +105,21 @@ def _reshape(view: GraphView, track: Track, node: ir.Node) -> Track | None:
     if product != want:
         return None
     ones = 0
-    while len(rest) > len(outer) and rest and rest[-1] == 1:
+    while len(rest) > max(len(left), 2 if left == ["N"] else 0) and rest[-1] == 1:
         rest.pop()
         ones += 1
-    labels: list[Label]
-    if len(rest) == len(outer):
-        labels = list(outer)
-    elif outer == ["N"] and len(rest) == 2:
-        labels = ["B", "T"]
-    elif outer == ["B", "T"] and len(rest) == 1:
-        labels = ["N"]
+    outer: list[Label]
+    if len(rest) == len(left):
+        outer = list(left)
+    elif left == ["N"] and len(rest) == 2:
+        outer = ["B", "T"]
+    elif left == ["B", "T"] and len(rest) == 1:
+        outer = ["N"]
     else:
         return None
     factors = tuple(reversed(sizes))
-    return replace(
-        track, value=node.outputs[0], labels=(*labels, *("1",) * ones, *range(len(factors))), factors=factors
-    )
+    labels = (*outer, *("1",) * ones, *range(len(factors)), *right)
+    return replace(track, value=node.outputs[0], labels=labels, factors=factors)
 
 
 def _leading(track: Track, axis: int) -> bool:

@@ -5,15 +5,29 @@ from __future__ import annotations
 from ..passes import Pass
 from .casts import RemoveIdleCasts
 from .constants import FoldConstants, LiftConstants
+from .functions import InlineLocalFunctions
 from .identities import RemoveIdentities
 from .infer import InferTypes
 from .repair import RepairNormScale
 from .rms_norm import RmsNorms
+from .sequences import SplitSequences
+from .units import RemoveUnitFactors
 
 
 def cleanup_passes() -> list[Pass]:
     """The clean-ups in the order they are run."""
-    return [LiftConstants(), InferTypes(), RepairNormScale(), RemoveIdentities(), RemoveIdleCasts(), FoldConstants(), RmsNorms()]
+    return [
+        InlineLocalFunctions(),
+        LiftConstants(),
+        SplitSequences(),
+        InferTypes(),
+        RepairNormScale(),
+        RemoveIdentities(),
+        RemoveIdleCasts(),
+        FoldConstants(),
+        RemoveUnitFactors(),
+        RmsNorms(),
+    ]
 
 
 __all__ = ["cleanup_passes"]

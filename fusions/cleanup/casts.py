@@ -10,7 +10,10 @@ from ..result import PassReport
 
 
 class RemoveIdleCasts(Pass):
-    """Remove `Cast` nodes whose input has the target type. A narrowing and widening pair rounds, so it stays."""
+    """Remove `Cast` nodes whose input has the target type, and turn `CastLike` into `Cast`.
+
+    A narrowing and widening pair rounds, so it stays.
+    """
 
     name = "remove-idle-casts"
     needs = frozenset({"types"})
@@ -18,6 +21,8 @@ class RemoveIdleCasts(Pass):
 
     def run(self, model: ir.Model, report: PassReport) -> None:
         for node in list(model.graph):
+            if is_op(node, "CastLike"):
+                node = self._as_cast(model.graph, node)
             if not is_op(node, "Cast") or node.outputs[0].is_graph_output():
                 continue
             source = node.inputs[0]
@@ -27,3 +32,18 @@ class RemoveIdleCasts(Pass):
             model.graph.remove(node, safe=True)
             report.matched += 1
         report.changed = report.matched > 0
+
+    @staticmethod
+    def _as_cast(graph: ir.Graph, node: ir.Node) -> ir.Node:
+        """A `Cast` in the place of a `CastLike` whose model's type is known; else the node itself."""
+        source, like = node.inputs
+        if source is None or like is None or like.dtype is None:
+            return node
+        cast = ir.node("Cast", [source], {"to": like.dtype.value}, name=node.name)
+        old, new = node.outputs[0], cast.outputs[0]
+        graph.insert_before(node, cast)
+        new.type, new.shape = ir.TensorType(like.dtype), old.shape
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+        new.name = old.name
+        return cast

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from ..passes import Pass
 from ..result import PassReport
+
+
+#: ORT's ops whose first output has the shape and type of their first input; onnx's inference does not know them.
+_LIKE_INPUT = frozenset(
+    {"QuickGelu", "Gelu", "FastGelu", "BiasGelu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "GatedRMSNorm"}
+)
 
 
 class InferTypes(Pass):
@@ -16,15 +26,45 @@ class InferTypes(Pass):
     gives = frozenset({"types"})
 
     def run(self, model: ir.Model, report: PassReport) -> None:
-        missing = sum(1 for n in model.graph for v in n.outputs if v.name and (v.dtype is None or v.shape is None))
+        missing = _unknown(model)
         if not missing:
             return
-        try:
-            common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
-        except Exception as error:  # inference is a help, not a need: recognisers cope with unknown shapes
-            report.notes.append(f"shape inference stopped: {str(error).splitlines()[0][:200]}")
-        after = sum(1 for n in model.graph for v in n.outputs if v.name and (v.dtype is None or v.shape is None))
+        with _stand_ins(model):
+            try:
+                common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+            except Exception as error:  # inference is a help, not a need: recognisers cope with unknown shapes
+                report.notes.append(f"shape inference stopped: {str(error).splitlines()[0][:200]}")
+        after = _unknown(model)
         report.matched = missing - after
         report.changed = report.matched > 0
         if after:
             report.notes.append(f"{after} values stay without a type or shape")
+
+
+def _unknown(model: ir.Model) -> int:
+    return sum(1 for n in model.graph for v in n.outputs if v.name and (v.dtype is None or v.shape is None))
+
+
+@contextmanager
+def _stand_ins(model: ir.Model) -> Iterator[None]:
+    """While it lasts, ORT's shape-keeping ops look like the standard `Relu`, which inference knows."""
+    logger = logging.getLogger("onnx_ir.passes.common.shape_inference")
+    level, disabled = logger.level, []
+    logger.setLevel(logging.CRITICAL)
+    for node in model.graph:
+        if node.op_type in _LIKE_INPUT and node.inputs and len([v for v in node.outputs if v.uses()]) <= 1:
+            disabled.append((node, node.domain, node.op_type, list(node.inputs), dict(node.attributes)))
+            node.domain, node.op_type = "", "Relu"
+            node.attributes.clear()
+            node.resize_inputs(1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for node, domain, op_type, inputs, attributes in disabled:
+            node.domain, node.op_type = domain, op_type
+            node.attributes.update(attributes)
+            node.resize_inputs(len(inputs))
+            for i, value in enumerate(inputs):
+                if node.inputs[i] is not value:
+                    node.replace_input_with(i, value)

@@ -59,7 +59,7 @@ def find_rms_norm(view: GraphView, node: ir.Node) -> RmsNorm | None:
         return None
     norm = match_norm(view, node)
     if isinstance(norm, Norm) and norm.kind == "rms":
-        return RmsNorm(norm.x, node.outputs[0], norm.epsilon, None)
+        return RmsNorm(norm.numerator, node.outputs[0], norm.epsilon, None)
     return None
 
 

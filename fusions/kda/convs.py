@@ -45,8 +45,13 @@ def short_conv(view: GraphView, node: ir.Node) -> ShortConv | Refusal:
     padded = node.inputs[0]
     assert padded is not None
     state: ir.Value | None = None
-    data = padded
     roots = [padded]
+    while is_op(padded.producer(), "Cast", "Identity"):
+        inner = padded.producer().inputs[0]  # type: ignore[union-attr]
+        assert inner is not None
+        padded = inner
+        roots.append(padded)
+    data = padded
     producer = padded.producer()
     if is_op(producer, "Concat") and producer is not None and len(producer.inputs) == 2:
         first, second = producer.inputs

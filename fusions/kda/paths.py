@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ..graph import FLOAT_TYPES, GraphView, is_op, rank_of
-from ..match import match_norm, match_silu, match_softplus
+from ..graph import FLOAT_TYPES, GraphView, is_op, rank_of, static_dims
+from ..match import Norm, match_norm, match_silu, match_softplus
 from ..region import Region
 from ..track import Label, Track, moves
 
@@ -34,6 +34,12 @@ class Path:
 
     def kinds(self) -> tuple[str, ...]:
         return tuple(s.kind for s in self.steps)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the operand: before heads were repeated for grouped values."""
+        repeat = next((s for s in self.steps if s.kind == "repeat"), None)
+        return self.end.channels if repeat is None else repeat.before.channels
 
     def norm(self) -> Step | None:
         """The L2 norm, if there is one."""
@@ -119,6 +125,9 @@ def _next(view: GraphView, region: Region, path: Path) -> list[Path]:
         return [Path(path.border, t, path.steps) for t in useful]
     if len(users) != 1:
         return []
+    repeat = _repeat(view, track, users[0])
+    if repeat is not None:
+        return [Path(path.border, repeat.after, (*path.steps, repeat))]
     step = _single(view, track, users[0])
     return [] if step is None else [Path(path.border, step.after, (*path.steps, step))]
 
@@ -132,14 +141,37 @@ def _block(view: GraphView, region: Region, track: Track, users: list[ir.Node]) 
             kind, epsilon = "softplus", 0.0
         else:
             norm = match_norm(view, node)
-            if norm is None or norm.kind not in ("sum", "max") or norm.x is not track.value:
+            if norm is None or norm.kind not in ("sum", "max") or not _starts_at(norm, track.value):
                 continue
-            kind, epsilon = norm.kind, norm.epsilon
+            moved = _follow(view, track, norm.numerator)
+            if moved is None or track.labels[norm.axis % len(track.labels)] != len(track.factors) - 1:
+                continue
+            return Step(norm.kind, track, moved.at(node.outputs[0]), epsilon=norm.epsilon)
         if kind == "softplus" and _larger_softplus(view, region, node, track.value) is not None:
             node = _larger_softplus(view, region, node, track.value)  # type: ignore[assignment]
         after = track.at(node.outputs[0])
         return Step(kind, track, after, epsilon=epsilon)
     return None
+
+
+def _starts_at(norm: Norm, value: ir.Value) -> bool:
+    """Does the norm take this value in, for its squares or for its numerator?"""
+    return norm.x is value or norm.numerator is value
+
+
+def _follow(view: GraphView, track: Track, end: ir.Value) -> Track | None:
+    """The track at ``end``, which transposes and casts alone separate from where it stands."""
+    chain: list[ir.Node] = []
+    value = end
+    while value is not track.value:
+        producer = value.producer()
+        if not is_op(producer, "Transpose", "Cast", "Identity") or producer is None or producer.inputs[0] is None:
+            return None
+        chain.append(producer)
+        value = producer.inputs[0]
+    for node in reversed(chain):
+        track = moves(view, track, node)[0]
+    return track
 
 
 def _larger_softplus(view: GraphView, region: Region, node: ir.Node, x: ir.Value) -> ir.Node | None:
@@ -170,6 +202,25 @@ def _reach(view: GraphView, region: Region, users: list[ir.Node], depth: int = 7
     return list(found)
 
 
+def _repeat(view: GraphView, track: Track, node: ir.Node) -> Step | None:
+    """Heads repeated for grouped values: `Unsqueeze Expand Reshape`, as ``repeat_interleave`` leaves it."""
+    if not is_op(node, "Expand") or "1" not in track.labels or len(track.factors) != 2:
+        return None
+    users = [u for u in view.users(node.outputs[0]) if not is_op(u, "Shape")]
+    if len(users) != 1 or not is_op(users[0], "Reshape"):
+        return None
+    at = track.labels.index("1")
+    if at == 0 or track.labels[at - 1] != 0:
+        return None
+    labels = tuple(x for i, x in enumerate(track.labels) if i != at)
+    value = users[0].outputs[0]
+    dims = static_dims(value)
+    heads = dims[labels.index(0)] if dims is not None and len(dims) == len(labels) else None
+    if heads is None or heads % track.factors[0]:
+        return None
+    return Step("repeat", track, Track(track.border, value, labels, (heads, track.factors[1]), track.low))
+
+
 def _single(view: GraphView, track: Track, node: ir.Node) -> Step | None:
     """One node with one data input: an activation, a sign, a constant added or multiplied."""
     if not node.outputs:
@@ -191,8 +242,8 @@ def _single(view: GraphView, track: Track, node: ir.Node) -> Step | None:
 
 
 def _is_time_trim(view: GraphView, track: Track, node: ir.Node) -> bool:
-    """A cut of the time axis right behind a convolution (its padding, or the tokens of a carried state)."""
-    producer = track.value.producer()
+    """A cut of the time axis behind a convolution (its padding, or the tokens of a carried state)."""
+    producer = track.border.producer()
     if producer is None or not view.is_depthwise(producer) or len(node.inputs) < 4:
         return False
     axes = view.ints(node.inputs[3])

@@ -56,8 +56,29 @@ class Reading:
 
     def scaled(self, scale: float) -> list[Candidate]:
         """The candidates to prove, most complete first, with the scale that screening measured."""
-        found = [c for c in (self.full, self.core) if c is not None]
+        found: list[Candidate] = []
+        for candidate in (self.full, self.core):
+            if candidate is not None:
+                found += [candidate, *_without_present_conv_state(candidate)]
         return [replace(c, config=replace(c.config, scale=scale)) for c in found]
+
+
+def _without_present_conv_state(candidate: Candidate) -> list[Candidate]:
+    """The candidate that leaves the convolution's next state to the graph.
+
+    Some exports cut that state from the last tokens and give fewer columns for prompts shorter than the convolution.
+    """
+    if "present_conv_state" not in candidate.results:
+        return []
+    reason = Refusal("conv-state", "the graph's own convolution state differs from the op's: the graph goes on making it")
+    return [
+        replace(
+            candidate,
+            config=replace(candidate.config, has_present_conv_state=False),
+            results={n: r for n, r in candidate.results.items() if n != "present_conv_state"},
+            not_absorbed=[*candidate.not_absorbed, reason],
+        )
+    ]
 
 
 def _build(view: GraphView, site: Site, core: Region, tail: Tail, found: Iterator[Roles]) -> Iterator[Reading]:
@@ -209,7 +230,10 @@ def _beta_end(path: Path) -> Track:
 
 def _before_norm(path: Path) -> Track:
     """What the L2 norm reads, after the steps before it; without a norm the last understood step that is not a scale."""
+    repeat = next((s for s in path.steps if s.kind == "repeat"), None)
     norm = path.norm()
+    if repeat is not None and (norm is None or path.steps.index(repeat) < path.steps.index(norm)):
+        return repeat.before
     if norm is not None:
         return norm.before
     scales = [s for s in path.steps if s.kind == "mul"]
@@ -277,10 +301,10 @@ def _with_convolutions(
         for path in paths:
             if path.end.low != start:
                 return Refusal("conv", "the packed convolution's channels are not in the order q, k, v")
-            start = path.end.low + _conv_channels(path)
+            start = path.end.low + path.channels
         if start != convs[0].channels:
             return Refusal("conv", f"q, k and v use {start} of the convolution's {convs[0].channels} channels")
-    elif len(convs) != 3 or any(p.end.low != 0 or _conv_channels(p) != c.channels for p, c in zip(paths, convs, strict=True)):
+    elif len(convs) != 3 or any(p.end.low != 0 or p.channels != c.channels for p, c in zip(paths, convs, strict=True)):
         return Refusal("conv", "convolutions that are neither one packed nor one each for q, k and v")
     biases = [c.bias for c in convs]
     if any(b is None for b in biases) and any(b is not None for b in biases):
@@ -301,6 +325,8 @@ def _with_convolutions(
         operands[name] = Operand((Piece(conv.data, None if conv.channels_last else (0, 2, 1)),))
     settings["packed_qkv"] = len(convs) == 1
     width = next(iter(widths)) if len(widths) == 1 else None
+    if width is None and widths == {None}:
+        width = convs[0].width  # a symbol: one number only can be carried from step to step
     if width in (convs[0].width - 1, convs[0].width):
         settings["conv_state_width"] = width
         if all(s is not None for s in states):
@@ -320,12 +346,6 @@ def _with_convolutions(
         settings |= {"conv_width": 0, "conv_activation": "none", "packed_qkv": False, "has_conv_bias": False}
         return Refusal("conv", f"convolution states of {sorted(map(str, widths))} columns")
     return None
-
-
-def _conv_channels(path: Path) -> int:
-    """Channels of the path before heads were repeated."""
-    repeat = next((s for s in path.steps if s.kind == "repeat"), None)
-    return repeat.before.channels if repeat is not None else path.end.channels
 
 
 # --- state, norm, gate ---------------------------------------------------------------------------------------------

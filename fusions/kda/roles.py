@@ -121,9 +121,9 @@ def _fit(
     if g.end.channels % num_v_heads or v.end.channels % num_v_heads:
         return None
     head_dim, head_v_dim = g.end.channels // num_v_heads, v.end.channels // num_v_heads
-    if q.end.channels != k.end.channels or q.end.channels % head_dim:
+    if q.channels != k.channels or q.channels % head_dim:
         return None
-    num_heads = q.end.channels // head_dim
+    num_heads = q.channels // head_dim
     if num_v_heads % num_heads or head_dim == 1:
         return None
     for path in (q, k):

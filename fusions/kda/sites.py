@@ -43,7 +43,22 @@ def find_sites(view: GraphView) -> Iterator[Site]:
         done.add(node)
         for site in _sites_of(view, node):
             done.update(site.anchors)
+            done.update(_state_anchors(view, site))
             yield site
+
+
+def _state_anchors(view: GraphView, site: Site) -> list[ir.Node]:
+    """Anchors that only the block's final state depends on."""
+    own = set(site.anchors)
+    found: list[ir.Node] = []
+    for value in site.others:
+        try:
+            anchors = [n for n in backward(view, [value]).nodes if is_anchor(view, n)]
+        except RegionTooLarge:
+            continue
+        if own.intersection(anchors):
+            found += anchors
+    return found
 
 
 def _is_end(view: GraphView, node: ir.Node) -> bool:

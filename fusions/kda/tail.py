@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ..cleanup.rms_norm import rms_norm_of
 from ..graph import GraphView, attribute_float, attribute_string, is_op
-from ..match import denominator, match_silu, reciprocal_norm, same, through, uncast
+from ..match import denominator, match_silu, reciprocal_norm, same, same_elements, through, uncast
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _factors(view: GraphView, value: ir.Value, stop: ir.Value | None, depth: int
     """(factor, inverted) of a product; casts are seen through; ``stop`` is not taken apart."""
     bare = uncast(value)
     assert bare is not None
-    if (stop is not None and same(bare, stop)) or depth == 0 or rms_norm_of(bare) is not None and _native(bare):
+    if (stop is not None and same_elements(bare, stop)) or depth == 0 or rms_norm_of(bare) is not None and _native(bare):
         return [(bare, False)]
     producer = bare.producer()
     if is_op(producer, "Mul") and producer is not None and None not in producer.inputs:
@@ -87,7 +87,7 @@ def _product(view: GraphView, x: ir.Value, core: ir.Value, depends: set[ir.Value
             continue
         elif inverted:
             return None
-        elif normed is not None and same(factor, normed):
+        elif normed is not None and same_elements(factor, normed):
             main.append(normed)
         elif (inner := _sigmoid_of(factor)) is not None and inner not in depends:
             sigmoids.append(inner)
@@ -114,14 +114,14 @@ def _norm_in(view: GraphView, core: ir.Value) -> tuple[ir.Value | None, float | 
             found = denominator(view, factor)
         else:
             found = reciprocal_norm(view, factor)
-        if found is not None and found[0] == "rms":
-            return found[1], found[2]
+        if found is not None and found.kind == "rms":
+            return found.x, found.epsilon
     return None, None
 
 
 def _is_norm_of(view: GraphView, factor: ir.Value, inverted: bool, normed: ir.Value) -> bool:
     found = denominator(view, factor) if inverted else reciprocal_norm(view, factor)
-    return found is not None and found[0] == "rms" and same(found[1], normed)
+    return found is not None and found.kind == "rms" and same_elements(found.x, normed)
 
 
 def _sigmoid_of(value: ir.Value) -> ir.Value | None:

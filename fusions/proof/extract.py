@@ -10,9 +10,7 @@ import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
 from ..graph import GraphView, is_op
-from .dims import concrete
-
-_HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+from .dims import concrete, symbol
 
 
 class NotExtractable(Exception):
@@ -87,20 +85,22 @@ class Extract:
             for v in self.shape_inputs
         }
 
-    def model(self, arrays: Mapping[ir.Value, np.ndarray]) -> onnx.ModelProto:
-        """A float32 model of the region.
+    def model(self, arrays: Mapping[ir.Value, np.ndarray], kind: int = TensorProto.FLOAT) -> onnx.ModelProto:
+        """A model of the region in float32, or in float64.
 
         Args:
             arrays: constants that are replaced, by value (they keep their shape).
+            kind: the element type of all floats.
         """
-        graph_inputs = [helper.make_tensor_value_info(_name(v), TensorProto.FLOAT, None) for v in self.inputs]
+        widen = _Widen(kind)
+        graph_inputs = [helper.make_tensor_value_info(_name(v), kind, _shape(v)) for v in self.inputs]
         for value in self.shape_inputs:
-            kind = TensorProto.INT64 if self.view.is_integer(value) else TensorProto.FLOAT
-            graph_inputs.append(helper.make_tensor_value_info(_name(value), kind, None))
-        initializers = [self._initializer(v, arrays.get(v)) for v in self.constants]
+            element = TensorProto.INT64 if self.view.is_integer(value) else kind
+            graph_inputs.append(helper.make_tensor_value_info(_name(value), element, _shape(value)))
+        initializers = [self._initializer(v, arrays.get(v), widen) for v in self.constants]
         nodes = [ir.to_proto(n) for n in self.nodes]
         for node in nodes:
-            _widen_node(node)
+            widen.node(node)
         graph = helper.make_graph(
             nodes,
             "region",
@@ -114,13 +114,18 @@ class Extract:
         )
 
     @staticmethod
-    def _initializer(value: ir.Value, array: np.ndarray | None) -> onnx.TensorProto:
+    def _initializer(value: ir.Value, array: np.ndarray | None, widen: _Widen) -> onnx.TensorProto:
         if array is None:
             assert value.const_value is not None
             array = value.const_value.numpy()
-        if array.dtype.kind not in "iub?" and array.dtype != np.float64:
-            array = array.astype(np.float32)
+        if array.dtype.kind not in "iub?":
+            array = array.astype(widen.numpy)
         return numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), _name(value))
+
+
+def _shape(value: ir.Value) -> list[int | str | None] | None:
+    """The value's dims for a model's input: ORT wants at least the rank where a function or a Scan follows."""
+    return None if value.shape is None else [d if isinstance(d, int) else symbol(d) for d in value.shape]
 
 
 def _name(value: ir.Value) -> str:
@@ -129,24 +134,33 @@ def _name(value: ir.Value) -> str:
     return value.name
 
 
-def _widen_node(node: onnx.NodeProto) -> None:
-    """16-bit floats become float32, in casts, in tensors and in subgraphs."""
-    for attribute in node.attribute:
-        if attribute.name in ("to", "dtype") and attribute.i in _HALF:
-            attribute.i = TensorProto.FLOAT
-        if attribute.HasField("t") and attribute.t.data_type in _HALF:
-            wide = numpy_helper.to_array(attribute.t).astype(np.float32)
-            attribute.t.CopyFrom(numpy_helper.from_array(wide, attribute.t.name))
-        if attribute.HasField("g"):
-            _widen_graph(attribute.g)
+class _Widen:
+    """Turns every float type of a graph into one: in casts, tensors, value infos and subgraphs."""
 
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+        self.numpy = np.float32 if kind == TensorProto.FLOAT else np.float64
+        self._others = {TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE} - {kind}
 
-def _widen_graph(graph: onnx.GraphProto) -> None:
-    for node in graph.node:
-        _widen_node(node)
-    for tensor in graph.initializer:
-        if tensor.data_type in _HALF:
-            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
-    for info in [*graph.input, *graph.output, *graph.value_info]:
-        if info.type.tensor_type.elem_type in _HALF:
-            info.type.tensor_type.elem_type = TensorProto.FLOAT
+    def _tensor(self, tensor: onnx.TensorProto) -> None:
+        if tensor.data_type in self._others:
+            wide = numpy_helper.to_array(tensor).astype(self.numpy)
+            tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
+
+    def node(self, node: onnx.NodeProto) -> None:
+        for attribute in node.attribute:
+            if attribute.name in ("to", "dtype") and attribute.i in self._others:
+                attribute.i = self.kind
+            if attribute.HasField("t"):
+                self._tensor(attribute.t)
+            if attribute.HasField("g"):
+                self._graph(attribute.g)
+
+    def _graph(self, graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            self.node(node)
+        for tensor in graph.initializer:
+            self._tensor(tensor)
+        for info in [*graph.input, *graph.output, *graph.value_info]:
+            if info.type.tensor_type.elem_type in self._others:
+                info.type.tensor_type.elem_type = self.kind
