@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from . import __version__, model_io, model_save
 from .errors import OptionError, OrtError, RequirementError
+from .fusions.result import FusionReport, PassReport
 from .registry import targets
 from .registry.ops import OPS
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
-
-    from .fusions.result import FusionReport
 
 ModelSource: TypeAlias = Union[str, "os.PathLike[str]", "onnx.ModelProto", "ir.Model", Any]
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -64,20 +66,34 @@ def fuse(
     budget = _budget(proof_memory, proof_seconds)
     require_ort("recognising and proving")
     for file in (output, report):
-        if file is not None and not (dry_run and file is output):
+        if file is not None:
             model_save.check_target(Path(file))
+    pipeline = _pipeline()
+
+    def run(loaded: ir.Model) -> FusionReport:
+        return pipeline(loaded, verify=verify, target=target, dry_run=dry_run, proof_budget=budget, progress=progress)
+
+    with relaxed_gc():
+        return _fuse(model, output, require or {}, report, base_dir, progress, run)
+
+
+def _fuse(
+    model: ModelSource,
+    output: str | os.PathLike[str] | None,
+    require: Mapping[str, int],
+    report: str | os.PathLike[str] | None,
+    base_dir: str | os.PathLike[str] | None,
+    progress: Progress | None,
+    run: Callable[[ir.Model], FusionReport],
+) -> FusionReport:
+    """Load, run the pipeline, hold against the requirements, write."""
+    start = time.perf_counter()
     if progress:
         progress("load", 0, 1)
     loaded = model_io.load(model, base_dir)
+    load_seconds = time.perf_counter() - start
     try:
-        done = _pipeline()(
-            loaded.model,
-            verify=verify,
-            target=target,
-            dry_run=dry_run,
-            proof_budget=budget,
-            progress=progress,
-        )
+        done = run(loaded.model)
     except Exception as error:
         explained = model_io.explain_failure(loaded, error)
         if explained is None:
@@ -87,18 +103,31 @@ def fuse(
     done.input_kind = loaded.kind
     done.source = str(loaded.path) if loaded.path is not None else loaded.model.graph.name or ""
     done.warnings[:0] = loaded.warnings
-    missing = missing_from(done, require or {})
+    done.passes.insert(0, PassReport("load", seconds=load_seconds))
+    missing = missing_from(done, require)
     try:
         if missing:
             raise RequirementError(_missing_text(done, missing), done, missing)
-        if done.model is not None and not dry_run:
+        if done.model is not None and not done.dry_run:
             record_metadata(done)
             if output is not None:
                 _write(done, Path(output), loaded.path, progress)
     finally:
+        done.seconds = time.perf_counter() - start
         if report is not None:
             model_save.write_text(Path(report), done.to_json() + "\n")
     return done
+
+
+@contextmanager
+def relaxed_gc() -> Iterator[None]:
+    """Collect garbage more rarely: a model is millions of objects that live long, and tracing them takes most time."""
+    old = gc.get_threshold()
+    gc.set_threshold(200_000, *old[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*old)
 
 
 def inspect(model: ModelSource, *, verify: bool = False, **options: Any) -> FusionReport:
@@ -225,9 +254,11 @@ def _missing_text(report: FusionReport, missing: dict[str, tuple[int, int]]) -> 
 
 def _write(report: FusionReport, output: Path, source: Path | None, progress: Progress | None) -> None:
     assert report.model is not None
+    start = time.perf_counter()
     saved = model_save.save(report.model, output, source=source, progress=progress)
     report.output = str(saved.path)
     report.output_bytes = saved.bytes
     report.output_data = str(saved.data_path) if saved.data_path else ""
     report.output_data_bytes = saved.data_bytes
     report.warnings.extend(saved.warnings)
+    report.passes.append(PassReport("save", seconds=time.perf_counter() - start))

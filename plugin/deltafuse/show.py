@@ -135,7 +135,8 @@ def _passes(passes: Sequence[PassReport], out: Console) -> None:
     table.add_column("refused", justify="right")
     table.add_column("time", justify="right", no_wrap=True)
     for p in shown:
-        table.add_row(escape(p.name), f"{p.matched:,}", f"{len(p.refused):,}" if p.refused else "", seconds(p.seconds))
+        counts = [f"{count:,}" if count else "" for count in (p.matched, len(p.refused))]
+        table.add_row(escape(p.name), *counts, seconds(p.seconds))
     rest = len(passes) - len(shown)
     if rest:
         other = f"{rest} other{'s' if rest > 1 else ''} that changed nothing"
