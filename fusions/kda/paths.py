@@ -108,7 +108,13 @@ def paths_from(view: GraphView, region: Region, border: ir.Value) -> list[Path]:
         stack.extend(reversed(following))
         if len(done) > 64:
             break
-    return done
+    # a fork that only moves data makes several paths of the same channels: the one that was understood furthest stays
+    best: dict[tuple[int, int], Path] = {}
+    for path in done:
+        key = (path.end.low, path.end.low + path.channels)
+        if key not in best or len(path.steps) > len(best[key].steps):
+            best[key] = path
+    return list(best.values())
 
 
 def _next(view: GraphView, region: Region, path: Path) -> list[Path]:
