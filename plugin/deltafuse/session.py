@@ -97,6 +97,9 @@ def session(
     chosen = sess_options if sess_options is not None else ort.SessionOptions()
     chosen.add_session_config_entry(_RECORD_ENTRY, "1")
     ours = devices.get("cpu" if kind == "cpu" else f"cuda:{index}")
+    gpus = [name for name in devices if name.startswith("cuda:")]
+    if kind == "cuda" and gpus and ours is None:
+        raise OrtError(f"device {device!r}: there is no such device here: there is {', '.join(gpus)}")
     if ours is None and not problem:
         problem = f"the plugin EP does not serve cuda:{index}: {_why_no_cuda()}"
     if kind == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import deltafuse
 import numpy as np
@@ -13,6 +14,7 @@ from deltafuse.custom_ops.kda.spec import KdaConfig
 from kda.configs import CONFIGS
 
 from .call import SMALL, Arrays, call_model, draw, plugin_session, quiet, run
+from .models import LAYER, activations, as_layer, executed, layer_model
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -160,3 +162,20 @@ def test_many_threads_share_a_session() -> None:
         results = list(pool.map(lambda x: run(running, config, x), cases * 3))
     for inputs, got in zip(cases * 3, results, strict=True):
         assert_close(got, reference(config, inputs), tolerance("cpu", "float32"), "threads")
+
+
+def test_between_nodes_of_another_ep(tmp_path: Path) -> None:
+    inputs = draw(LAYER, 2, 20)
+    options = quiet()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(tmp_path / "profile")
+    model = layer_model(LAYER, inputs).SerializeToString()
+    running = deltafuse.session(model, device="cpu", sess_options=options, strict=True)
+    got = run(running, LAYER, activations(inputs))
+    want = reference(LAYER, as_layer(inputs))
+    assert_close(got, want | {"o": 2 * want["o"]}, tolerance("cpu", "float32"), "layer")
+    assert executed(running) == {
+        ("Neg", "CPUExecutionProvider"): 1,
+        ("KimiDeltaAttention", deltafuse.get_ep_name()): 1,
+        ("Mul", "CPUExecutionProvider"): 1,
+    }
