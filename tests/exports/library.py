@@ -187,3 +187,47 @@ def real_layer(name: str, seed: int = 0) -> onnx.ModelProto:
         if count > 65536 and tensor.data_type == onnx.TensorProto.FLOAT16 and not tensor.raw_data:
             tensor.raw_data = (0.02 * rng.standard_normal(count, dtype=np.float32)).astype(np.float16).tobytes()
     return model
+
+
+def widened(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same model with every float16 and bfloat16 made float32: stock ORT's CPU has no kernels for most bfloat16 ops.
+
+    Weights keep their rounded values; what is left of half precision is nothing, so results are those of exact weights.
+    """
+    half = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+
+    def values(items: Any) -> None:
+        for value in items:
+            if value.type.tensor_type.elem_type in half:
+                value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+
+    def tensor(item: onnx.TensorProto) -> None:
+        if item.data_type in half:
+            array = onnx.numpy_helper.to_array(item).astype(np.float32)
+            item.CopyFrom(onnx.numpy_helper.from_array(array, item.name))
+
+    def nodes(items: Any) -> None:
+        for node in items:
+            for attribute in node.attribute:
+                if attribute.name in ("to", "dtype", "output_dtype") and attribute.i in half:
+                    attribute.i = onnx.TensorProto.FLOAT
+                if attribute.HasField("t"):
+                    tensor(attribute.t)
+                if attribute.HasField("g"):
+                    graph(attribute.g)
+
+    def graph(item: onnx.GraphProto) -> None:
+        for initializer in item.initializer:
+            tensor(initializer)
+        values(item.input)
+        values(item.output)
+        del item.value_info[:]
+        nodes(item.node)
+
+    graph(wide.graph)
+    for function in wide.functions:
+        del function.value_info[:]
+        nodes(function.node)
+    return wide
