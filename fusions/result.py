@@ -21,7 +21,7 @@ class ProofReport:
 
     ``error`` is the worst relative L2 error over outputs and cases; ``cases`` has each case's name, tokens,
     errors and seed; ``structure`` is the region's structural hash; ``reused`` tells that another region of the
-    same structure carried the proof.
+    same structure carried the proof. ``heads``: the query heads it was run on, when the region was cut down to some.
     """
 
     proved: bool
@@ -33,6 +33,7 @@ class ProofReport:
     reused: bool = False
     reason: str = ""
     cases: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +13,7 @@ from ..candidate import Candidate, Operand, Piece
 from .dims import UnknownDim, concrete, symbol
 
 Arrays = dict[str, np.ndarray]
+Shapes = Callable[[ir.Value], list[int]]
 
 #: Cases beside those of ``draw_inputs``: "tiny-values" brings the norms' epsilons and the scale to light, "padded" has
 #: rows of zeros at the end, as masked positions leave them.
@@ -57,17 +58,26 @@ def _scale_values(config: KdaConfig, drawn: Arrays, factor: float) -> None:
         drawn["initial_state"] *= factor
 
 
-def raw_feeds(candidate: Candidate, operands: Arrays, env: Mapping[str, int]) -> Arrays:
+def raw_feeds(
+    candidate: Candidate, operands: Arrays, env: Mapping[str, int], shapes: Mapping[ir.Value, list[int]] | None = None
+) -> Arrays:
     """The region's input values for the op's operands: the candidate's layout undone.
+
+    Args:
+        shapes: the inputs' shapes where they are not the graph's own (a region cut down to fewer heads).
 
     Raises:
         UnknownDim: a piece whose shape is not known.
         ValueError: two operands that ask one value for different contents.
     """
     feeds: dict[str, np.ndarray] = {}
+
+    def shape(value: ir.Value) -> list[int]:
+        return shapes[value] if shapes is not None else concrete(value, env)
+
     for name, operand in candidate.operands.items():
-        for piece, array in zip(operand.pieces, _parts(operand, operands[name], env), strict=True):
-            raw = np.ascontiguousarray(_undo(piece, array, env), np.float32)
+        for piece, array in zip(operand.pieces, _parts(operand, operands[name], shape), strict=True):
+            raw = np.ascontiguousarray(_undo(piece, array, shape), np.float32)
             key = piece.value.name or ""
             if key in feeds and not np.array_equal(feeds[key], raw):
                 raise ValueError(f"two operands read {key!r}")
@@ -75,18 +85,18 @@ def raw_feeds(candidate: Candidate, operands: Arrays, env: Mapping[str, int]) ->
     return feeds
 
 
-def _parts(operand: Operand, array: np.ndarray, env: Mapping[str, int]) -> list[np.ndarray]:
+def _parts(operand: Operand, array: np.ndarray, shape: Shapes) -> list[np.ndarray]:
     if len(operand.pieces) == 1:
         return [array]
-    sizes = [concrete(p.value, env)[operand.axis] for p in operand.pieces]
+    sizes = [shape(p.value)[operand.axis] for p in operand.pieces]
     return np.split(array, np.cumsum(sizes)[:-1], axis=operand.axis)
 
 
-def _undo(piece: Piece, array: np.ndarray, env: Mapping[str, int]) -> np.ndarray:
+def _undo(piece: Piece, array: np.ndarray, shape: Shapes) -> np.ndarray:
     if piece.reshape is None and piece.permutation is None:
         return array
     if piece.reshape is not None:
-        raw = concrete(piece.value, env)
+        raw = shape(piece.value)
         moved = raw if piece.permutation is None else [raw[i] for i in piece.permutation]
         array = array.reshape(moved)
     if piece.permutation is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dataclasses import dataclass
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -15,6 +17,15 @@ from .dims import concrete, symbol
 
 class NotExtractable(Exception):
     """The region depends on something that a proof can't supply."""
+
+
+@dataclass
+class Cut:
+    """What takes the place of the region's own nodes, and adds to its constants, when it is cut down."""
+
+    nodes: list[onnx.NodeProto]
+    tensors: list[onnx.TensorProto]
+    shapes: dict[ir.Value, list[int]]
 
 
 class Extract:
@@ -85,20 +96,29 @@ class Extract:
             for v in self.shape_inputs
         }
 
-    def model(self, arrays: Mapping[ir.Value, np.ndarray], kind: int = TensorProto.FLOAT) -> onnx.ModelProto:
+    def model(
+        self, arrays: Mapping[ir.Value, np.ndarray], kind: int = TensorProto.FLOAT, cut: Cut | None = None
+    ) -> onnx.ModelProto:
         """A model of the region in float32, or in float64.
 
         Args:
             arrays: constants that are replaced, by value (they keep their shape).
             kind: the element type of all floats.
+            cut: nodes, tensors and input shapes of the region cut down to fewer heads, in place of its own.
         """
         widen = _Widen(kind)
-        graph_inputs = [helper.make_tensor_value_info(_name(v), kind, _shape(v)) for v in self.inputs]
+        graph_inputs = [helper.make_tensor_value_info(_name(v), kind, _shape(v) if cut is None else cut.shapes[v]) for v in self.inputs]
         for value in self.shape_inputs:
             element = TensorProto.INT64 if self.view.is_integer(value) else kind
             graph_inputs.append(helper.make_tensor_value_info(_name(value), element, _shape(value)))
         initializers = [self._initializer(v, arrays.get(v), widen) for v in self.constants]
-        nodes = [ir.to_proto(n) for n in self.nodes]
+        if cut is None:
+            nodes = [ir.to_proto(n) for n in self.nodes]
+        else:
+            nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in cut.nodes]
+            for tensor in cut.tensors:
+                widen.tensor(copied := onnx.TensorProto.FromString(tensor.SerializeToString()))
+                initializers.append(copied)
         for node in nodes:
             widen.node(node)
         graph = helper.make_graph(
@@ -142,7 +162,7 @@ class _Widen:
         self.numpy = np.float32 if kind == TensorProto.FLOAT else np.float64
         self._others = {TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE} - {kind}
 
-    def _tensor(self, tensor: onnx.TensorProto) -> None:
+    def tensor(self, tensor: onnx.TensorProto) -> None:
         if tensor.data_type in self._others:
             wide = numpy_helper.to_array(tensor).astype(self.numpy)
             tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
@@ -152,7 +172,7 @@ class _Widen:
             if attribute.name in ("to", "dtype") and attribute.i in self._others:
                 attribute.i = self.kind
             if attribute.HasField("t"):
-                self._tensor(attribute.t)
+                self.tensor(attribute.t)
             if attribute.HasField("g"):
                 self._graph(attribute.g)
 
@@ -160,7 +180,7 @@ class _Widen:
         for node in graph.node:
             self.node(node)
         for tensor in graph.initializer:
-            self._tensor(tensor)
+            self.tensor(tensor)
         for info in [*graph.input, *graph.output, *graph.value_info]:
             if info.type.tensor_type.elem_type in self._others:
                 info.type.tensor_type.elem_type = self.kind

@@ -24,7 +24,9 @@ from ..replacement import replacement
 from ..result import ProofReport
 from .cases import HOSTILE, Arrays, draw, environment, raw_feeds, rows_and_tokens, value_names
 from .dims import UnknownDim
-from .extract import Extract, NotExtractable
+from .extract import Cut, Extract, NotExtractable
+from .heads import HeadsMix
+from .shrink import shrink
 from .structure import structure_hash
 
 #: Worst relative L2 error between region and replacement, both in float32; ``HARD`` for the nearly collinear case.
@@ -34,6 +36,8 @@ HARD_FACTOR = 5.0
 TOKENS = (5, 1, 17, 64)
 PROBES = (65, 130)
 SEED = 20261130
+#: Regions that would hold more than this are cut down to two heads where that can be shown to be sound.
+CUT_ABOVE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -48,19 +52,75 @@ class ProofImpossible(Exception):
     """The region can't be run on its own, or not within the budget."""
 
 
-class _Region:
-    """A region as an ORT session."""
+class _Problem:
+    """A region to run, whole or cut down to two heads, and the candidate and parameters that belong to it."""
 
-    def __init__(self, extract: Extract, arrays: Mapping[ir.Value, np.ndarray]) -> None:
+    def __init__(self, prover: Prover, candidate: Candidate, extract: Extract) -> None:
         self.extract = extract
-        self.session = _session(extract.model(arrays))
+        self.arrays, full = prover.perturbed(candidate)
+        self.candidate, self.parameters = candidate, full
+        self.cut: Cut | None = None
+        self.heads: tuple[int, ...] = ()
+        need = memory_need(extract, candidate)
+        if need > min(prover.budget.memory, CUT_ABOVE):
+            self._cut(prover, need, full)
+        self.session = _session(extract.model(self.arrays, cut=self.cut))
         self.outputs = value_names(extract.outputs)
         self.inputs = {i.name for i in self.session.get_inputs()}
+
+    def _cut(self, prover: Prover, need: int, full: Arrays) -> None:
+        try:
+            shrunk = shrink(prover.view, self.candidate, self.extract, self.arrays)
+        except HeadsMix as reason:
+            if need > prover.budget.memory:
+                raise ProofImpossible(
+                    f"to run the region takes about {need / 2**30:.1f} GiB, the proof's budget is "
+                    f"{prover.budget.memory / 2**30:.1f} GiB, and it can't be cut down ({reason}); raise the budget with "
+                    "--proof-memory, or fuse unproved with --no-verify"
+                ) from None
+            return
+        self.cut = Cut(shrunk.protos, list(shrunk.slicer.tensors.values()), shrunk.shapes)
+        self.heads = shrunk.heads
+        self.parameters = shrunk.parameters(self.candidate.config, full)
+        self.candidate = shrunk.candidate
+        left = need * len(shrunk.heads) // (max(shrunk.heads) + 1)
+        if left > prover.budget.memory:
+            raise ProofImpossible(
+                f"two heads of the region still take about {left / 2**30:.1f} GiB; the proof's budget is "
+                f"{prover.budget.memory / 2**30:.1f} GiB; raise it with --proof-memory, or fuse unproved with --no-verify"
+            )
+
+    def raw(self, operands: Arrays, env: Mapping[str, int]) -> Arrays:
+        return raw_feeds(self.candidate, operands, env, None if self.cut is None else self.cut.shapes)
 
     def run(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray]:
         feeds = {**self.extract.shape_feeds(env), **feeds}
         found: list[np.ndarray] = self.session.run(self.outputs, {k: v for k, v in feeds.items() if k in self.inputs})
         return found
+
+    def exact(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray] | None:
+        """The region's results in float64, by onnx's reference implementation; None when it can't run it."""
+        from onnx.reference import ReferenceEvaluator
+
+        feeds = {**self.extract.shape_feeds(env), **feeds}
+        wide = {k: v.astype(np.float64) if v.dtype.kind == "f" else v for k, v in feeds.items()}
+        try:
+            evaluator = ReferenceEvaluator(self.extract.model(self.arrays, onnx.TensorProto.DOUBLE, self.cut))
+            known = set(evaluator.input_names)
+            return [np.asarray(r) for r in evaluator.run(None, {k: v for k, v in wide.items() if k in known})]
+        except Exception:  # an op or a type that the reference evaluator lacks: float32 decides
+            return None
+
+
+def memory_need(extract: Extract, candidate: Candidate) -> int:
+    """An estimate of the bytes that a run of the region holds at once, where its shapes are static."""
+    largest = 0
+    for node in extract.nodes:
+        for value in node.outputs:
+            if value.shape is not None and value.shape.is_static():
+                largest = max(largest, 4 * int(np.prod(value.shape.numpy() or (1,))))
+    # float32 working copies of the largest tensor: operands and result of one node, and what later nodes wait for
+    return 6 * largest
 
 
 def _session(model: onnx.ModelProto):  # type: ignore[no-untyped-def]  # onnxruntime has no types
@@ -115,14 +175,14 @@ class Prover:
     def _screen(self, core: Candidate, extract: Extract) -> float | Refusal:
         rows, tokens = _sizes(core, TOKENS[0])
         env = environment(core, rows, tokens)
-        arrays, parameters = self._parameters(core, perturb=True)
-        region = _Region(extract, arrays)
+        problem = _Problem(self, core, extract)
+        core = problem.candidate
         operands = draw(core.config, rows, tokens, self.seed, "normal")
         try:
-            outputs = dict(zip(extract.outputs, region.run(raw_feeds(core, operands, env), env), strict=True))
+            outputs = dict(zip(extract.outputs, problem.run(problem.raw(operands, env), env), strict=True))
         except Exception as error:
             return Refusal("region-run", f"ONNX Runtime does not run the region at {tokens} tokens: {_line(error)}")
-        truth = reference(core.config, {**operands, **parameters})
+        truth = reference(core.config, {**operands, **problem.parameters})
         scale = 1.0
         for name, result in core.results.items():
             want = _lay_out(truth[name], result)
@@ -170,9 +230,10 @@ class Prover:
     def _prove(self, candidate: Candidate, extract: Extract, start: float) -> ProofReport:
         report = ProofReport(True, error=0.0, tolerance=TOLERANCE, seed=self.seed)
         _, length = rows_and_tokens(candidate)
-        arrays, parameters = self._parameters(candidate, perturb=True)
-        body = self._replacement_session(candidate, parameters)
-        region = _Region(extract, arrays)
+        problem = _Problem(self, candidate, extract)
+        report.heads = list(problem.heads)
+        candidate = problem.candidate
+        body = self._replacement_session(candidate, problem)
         plan = self._plan(candidate)
         compared = 0
         for i, (case, rows, tokens, probe) in enumerate(plan):
@@ -188,9 +249,9 @@ class Prover:
             operands = draw(candidate.config, rows, tokens, seed, case)
             entry: dict = {"case": case, "batch": rows, "tokens": tokens, "seed": seed}
             report.cases.append(entry)
-            feeds = raw_feeds(candidate, operands, env)
+            feeds = problem.raw(operands, env)
             try:
-                want = region.run(feeds, env)
+                want = problem.run(feeds, env)
             except Exception as error:
                 entry["original"] = f"fails: {_line(error)}"
                 if not probe and length is not None and not isinstance(length, str):
@@ -208,7 +269,7 @@ class Prover:
             limit = TOLERANCE * (HARD_FACTOR if case == "collinear-slow" else 1.0)
             if not worst <= limit:
                 # the original may have lost its digits in float32: float64 is the truth
-                exact = self._exact(extract, arrays, feeds, env)
+                exact = problem.exact(feeds, env)
                 if exact is not None:
                     entry["original"] = f"differs from its own float64 result by {_worst(want, exact):.1e}"
                     entry["errors_float64"] = [_error(f, w) for f, w in zip(found, exact, strict=True)]
@@ -226,20 +287,6 @@ class Prover:
             report.reason = f"only {compared} cases could be compared"
         return report
 
-    def _exact(
-        self, extract: Extract, arrays: Mapping[ir.Value, np.ndarray], feeds: Arrays, env: Mapping[str, int]
-    ) -> list[np.ndarray] | None:
-        """The region's results in float64, by onnx's reference implementation; None when it can't run it."""
-        from onnx.reference import ReferenceEvaluator
-
-        wide = {k: v.astype(np.float64) if v.dtype.kind == "f" else v for k, v in {**extract.shape_feeds(env), **feeds}.items()}
-        try:
-            evaluator = ReferenceEvaluator(extract.model(arrays, onnx.TensorProto.DOUBLE))
-            known = set(evaluator.input_names)
-            return [np.asarray(r) for r in evaluator.run(None, {k: v for k, v in wide.items() if k in known})]
-        except Exception:  # an op or a type that the reference evaluator lacks: float32 decides
-            return None
-
     def _plan(self, candidate: Candidate) -> list[tuple[str, int, int, bool]]:
         """(case, batch, tokens, is a probe): each hostile case once, over the token counts; then probes beyond 64."""
         rows, length = rows_and_tokens(candidate)
@@ -253,9 +300,16 @@ class Prover:
             plan += [("normal", batches[0], t, True) for t in PROBES]
         return plan
 
-    def _replacement_session(self, candidate: Candidate, parameters: Arrays):  # type: ignore[no-untyped-def]
+    def _replacement_session(self, candidate: Candidate, problem: _Problem):  # type: ignore[no-untyped-def]
         inputs = candidate.input_values()
-        bind = {v: ir.Value(name=v.name, type=ir.TensorType(ir.DataType.FLOAT), shape=v.shape) for v in inputs}
+        bind = {
+            v: ir.Value(
+                name=v.name,
+                type=ir.TensorType(ir.DataType.FLOAT),
+                shape=v.shape if problem.cut is None else ir.Shape(problem.cut.shapes[v]),
+            )
+            for v in inputs
+        }
         used = {v.name for v in inputs}
 
         def names(hint: str) -> str:
@@ -264,7 +318,7 @@ class Prover:
             used.add(hint)
             return hint
 
-        built = replacement(candidate, bind, parameters, names, "fused", self.opset, float32=True)
+        built = replacement(candidate, bind, problem.parameters, names, "fused", self.opset, float32=True)
         outputs = [built.outputs[t] for t in candidate.output_values()]
         for value in outputs:
             value.type = ir.TensorType(ir.DataType.FLOAT)
@@ -280,8 +334,8 @@ class Prover:
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
-    def _parameters(self, candidate: Candidate, perturb: bool) -> tuple[dict[ir.Value, np.ndarray], Arrays]:
-        """Constants by value (perturbed), and the op's parameters that follow from them."""
+    def perturbed(self, candidate: Candidate) -> tuple[dict[ir.Value, np.ndarray], Arrays]:
+        """The parameters' constants, perturbed, and the op's parameters that follow from them."""
         rng = np.random.default_rng(self.seed)
         positive = {s for p in candidate.parameters.values() if p.positive for s in p.sources}
         arrays: dict[ir.Value, np.ndarray] = {}
@@ -292,10 +346,7 @@ class Prover:
                 array = self.view.array(source)
                 if array is None:
                     raise ProofImpossible(f"the constant {source.name!r} behind {name} can't be read")
-                array = array.astype(np.float32)
-                if perturb:
-                    array = _perturb(array, rng, source in positive)
-                arrays[source] = array
+                arrays[source] = _perturb(array.astype(np.float32), rng, source in positive)
         return arrays, self.parameters(candidate, arrays)
 
     def parameters(self, candidate: Candidate, arrays: Mapping[ir.Value, np.ndarray] | None = None) -> Arrays:
