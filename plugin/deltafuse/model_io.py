@@ -132,6 +132,9 @@ def _check_size(tensor: ir.TensorProtocol, what: str) -> None:
     if not isinstance(tensor, ir.TensorProtoTensor):
         return
     raw = tensor.raw
+    typed = (raw.float_data, raw.int32_data, raw.int64_data, raw.double_data, raw.uint64_data, raw.string_data)
+    if tensor.size and not raw.HasField("raw_data") and not any(map(len, typed)):
+        raise NotOnnxError(f"{what} is damaged: tensor {tensor.name!r} has no data")
     if raw.HasField("raw_data") and len(raw.raw_data) != tensor.nbytes:
         raise NotOnnxError(
             f"{what} is damaged: tensor {tensor.name!r} has {len(raw.raw_data):,} bytes, "

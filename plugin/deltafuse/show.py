@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from .fusions.result import FusionReport, PassReport, RegionReport
+    from .fusions.result import FusionReport, RegionReport
 
 _STATUS = {
     "fused": "[green]fused[/]",
@@ -43,7 +43,7 @@ def render(report: FusionReport, out: Console) -> None:
     shown = {f"{region.name}: {note}" for region in report.regions for note in region.notes}
     _lines("Repaired", [repair for repair in report.repairs if repair not in shown], out)
     _lines("Warnings", report.warnings, out, style="yellow")
-    _passes(report.passes, out)
+    _passes(report, out)
 
 
 def heading(report: FusionReport, out: Console) -> None:
@@ -124,7 +124,8 @@ def _error(group: Sequence[RegionReport]) -> str:
     return f"{max(errors):.1e} / {min(limits):.0e}" if limits else f"{max(errors):.1e}"
 
 
-def _passes(passes: Sequence[PassReport], out: Console) -> None:
+def _passes(report: FusionReport, out: Console) -> None:
+    passes = report.passes
     if not passes:
         return
     total = sum(p.seconds for p in passes)
@@ -143,7 +144,10 @@ def _passes(passes: Sequence[PassReport], out: Console) -> None:
         table.add_row(other, "", "", seconds(total - sum(p.seconds for p in shown)))
     out.print()
     out.print(table)
-    reasons = [f"{p.name}: {refusal}" for p in shown for refusal in p.refused]
+    said = {(region.refusal.code, region.refusal.reason) for region in report.regions if region.refusal}
+    reasons = [
+        f"{p.name}: {refusal}" for p in shown for refusal in p.refused if (refusal.code, refusal.reason) not in said
+    ]
     _lines("Left alone by passes", reasons[:10] + ([f"and {len(reasons) - 10} more"] if len(reasons) > 10 else []), out)
 
 

@@ -224,6 +224,10 @@ def wrong_size(graph: onnx.GraphProto) -> None:
     graph.initializer[0].dims[0] = 1025
 
 
+def no_data(graph: onnx.GraphProto) -> None:
+    graph.initializer[0].ClearField("raw_data")
+
+
 def dangle_inside(graph: onnx.GraphProto) -> None:
     body = onnx.helper.make_graph(
         [onnx.helper.make_node("Neg", ["nowhere"], ["b"], name="inner")],
@@ -241,6 +245,7 @@ BROKEN: dict[str, tuple[Callable[[onnx.GraphProto], None], str]] = {
     "twice": (define_twice, "is damaged"),
     "output": (lose_the_output, "nothing defines its output 'absent'|is damaged"),
     "size": (wrong_size, r"tensor 'w' has 4,096 bytes, but FLOAT\[1025\] needs 4,100"),
+    "no data": (no_data, "tensor 'w' has no data"),
     "inside": (dangle_inside, "node 'inner' .* uses 'nowhere', which nothing defines"),
 }
 
