@@ -88,12 +88,13 @@ struct Kernels {
   void (*late_norm)(const Call&, int64_t, float*);
 };
 
-// 0: as the processor allows; 1: baseline, 2: at most AVX2. For tests, through SetInstructionSet.
+// See SetInstructionSet.
 std::atomic<int> chosen{0};
 
 Kernels Choose() {
 #if defined(__x86_64__)
   const int limit = chosen.load(std::memory_order_relaxed);
+  __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -112,6 +113,8 @@ class FlushSubnormals {
 
  private:
   unsigned saved_;
+#else
+  FlushSubnormals() {}  // as the processor is set
 #endif
 };
 
