@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+import warnings
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -62,8 +63,9 @@ def session(
     """An ``onnxruntime.InferenceSession`` with the best providers that are here.
 
     On a CUDA device that is onnxruntime's CUDA EP, then the plugin EP on the same device; on the CPU the plugin EP on
-    the CPU device. Where the plugin's library is not built, fused nodes run by their ONNX bodies. The session never
-    falls back to the CPU by itself when something fails. :func:`assignment` tells what runs where, and why.
+    the CPU device. Where the plugin's library is not built, fused nodes run by their ONNX bodies. Nothing falls
+    back to the CPU silently: "auto" on a GPU whose CUDA EP does not load warns, all else raises. :func:`assignment`
+    tells what runs where, and why.
 
     Args:
         path_or_bytes: the model, as for ``InferenceSession``.
@@ -87,23 +89,22 @@ def session(
         raise OptionError(f"provider_options for {', '.join(unknown)}: session() uses {CUDA_EP} and {EP_NAME}")
 
     devices, problem = _plugin_devices(ort)
-    if kind == "auto":
-        kind, index, remark = _best_device(ort, devices)
-    else:
-        remark = ""
-    if kind == "cuda" and CUDA_EP not in ort.get_available_providers():
-        raise OrtError(f"device {device!r}: this onnxruntime has no {CUDA_EP}; onnxruntime-gpu has")
-
     chosen = sess_options if sess_options is not None else ort.SessionOptions()
     chosen.add_session_config_entry(_RECORD_ENTRY, "1")
+    remark = ""
+    if kind == "auto":
+        kind, index, remark = _best_device(ort, devices)
+        if kind == "cuda":
+            try:
+                _add_cuda(ort, chosen, index, devices, options)
+            except OrtError as error:
+                kind, remark = "cpu", f"the GPU is not used: {error}"
+                warnings.warn(remark, RuntimeWarning, stacklevel=2)
+    elif kind == "cuda":
+        _add_cuda(ort, chosen, index, devices, options)
     ours = devices.get("cpu" if kind == "cpu" else f"cuda:{index}")
-    gpus = [name for name in devices if name.startswith("cuda:")]
-    if kind == "cuda" and gpus and ours is None:
-        raise OrtError(f"device {device!r}: there is no such device here: there is {', '.join(gpus)}")
     if ours is None and not problem:
-        problem = f"the plugin EP does not serve cuda:{index}: {_why_no_cuda()}"
-    if kind == "cuda":
-        _add_cuda(ort, chosen, index, ours, options.get(CUDA_EP, {}))
+        problem = f"the plugin EP does not serve {kind}:{index}: {_why_no_cuda()}"
     if ours is not None:
         tag = {_TAG: uuid.uuid4().hex}
         chosen.add_provider_for_devices([ours], {**_as_text(options.get(EP_NAME, {})), **tag})
@@ -207,6 +208,8 @@ def _parse_device(device: str) -> tuple[str, int]:
 def _best_device(ort: Any, devices: Mapping[str, Any]) -> tuple[str, int, str]:
     """The device for "auto", and a remark where a GPU is left alone."""
     gpus = sorted(int(name.partition(":")[2]) for name in devices if name.startswith("cuda:"))
+    if not gpus and CUDA_EP in ort.get_available_providers():
+        return "cpu", 0, f"{CUDA_EP} is not used: the plugin EP serves no CUDA device here ({_why_no_cuda()})"
     if not gpus:
         return "cpu", 0, ""
     if CUDA_EP not in ort.get_available_providers():
@@ -214,19 +217,37 @@ def _best_device(ort: Any, devices: Mapping[str, Any]) -> tuple[str, int, str]:
     return "cuda", gpus[0], ""
 
 
-def _add_cuda(ort: Any, options: Any, index: int, ours: Any, cuda_options: Mapping[str, Any]) -> None:
+def _add_cuda(
+    ort: Any, options: Any, index: int, devices: Mapping[str, Any], provider_options: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Put the CUDA EP before the plugin EP: it then supplies the streams and the memory of both."""
-    wanted = _as_text({"device_id": index, **cuda_options})
+    if CUDA_EP not in ort.get_available_providers():
+        raise OrtError(f"cuda:{index}: this onnxruntime has no {CUDA_EP}; onnxruntime-gpu has")
+    gpus = [name for name in devices if name.startswith("cuda:")]
+    ours = devices.get(f"cuda:{index}")
+    if gpus and ours is None:
+        raise OrtError(f"cuda:{index}: there is no such device here: there is {', '.join(gpus)}")
+    wanted = _as_text({"device_id": index, **provider_options.get(CUDA_EP, {})})
     if wanted["device_id"] != str(index):
         raise OptionError(f"{CUDA_EP} option device_id {wanted['device_id']}: expected {index}, the session's device")
     # Where the CUDA EP is itself a plugin, it is chosen by the device that it has in common with ours.
     place = ours.device.metadata.get("pci_bus_id") if ours is not None else None
-    for found in ort.get_ep_devices():
-        if found.ep_name == CUDA_EP and place and found.device.metadata.get("pci_bus_id") == place:
+    shared = [
+        found
+        for found in ort.get_ep_devices()
+        if found.ep_name == CUDA_EP and place and found.device.metadata.get("pci_bus_id") == place
+    ]
+    try:
+        if shared:
             del wanted["device_id"]
-            options.add_provider_for_devices([found], wanted)
-            return
-    options.add_provider(CUDA_EP, wanted)
+            options.add_provider_for_devices(shared[:1], wanted)
+        else:
+            options.add_provider(CUDA_EP, wanted)
+    except Exception as error:  # onnxruntime has no common base for its errors
+        raise OrtError(
+            f"cuda:{index}: onnxruntime cannot use its {CUDA_EP}, most often because a CUDA or cuDNN library was not "
+            f"found: {error}"
+        ) from error
 
 
 def _as_text(options: Mapping[str, Any]) -> dict[str, str]:
