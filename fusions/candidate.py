@@ -1,4 +1,4 @@
-"""A candidate: this region of the graph is that op with these operands, parameters and results. Nothing is changed yet."""
+"""A candidate: this region of the graph is that op with these operands, parameters and results."""
 
 from __future__ import annotations
 

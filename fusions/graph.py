@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,7 +13,9 @@ FLOAT_TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFL
 INTEGER_TYPES = frozenset({ir.DataType.INT64, ir.DataType.INT32})
 
 #: Ops of the default domain whose result is not a function of their inputs alone.
-_RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"})
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
+)
 #: ORT's ops that are plain arithmetic and that ORT's own optimiser puts into models.
 _TRANSPARENT_CONTRIB = frozenset(
     {"QuickGelu", "Gelu", "SimplifiedLayerNormalization", "FusedMatMul", "GatedRMSNorm", "LinearAttention"}
@@ -169,7 +172,8 @@ class GraphView:
         try:
             from onnx.reference import ReferenceEvaluator
 
-            return np.asarray(ReferenceEvaluator(model).run(None, {})[0])
+            results: Any = ReferenceEvaluator(model).run(None, {})
+            return np.asarray(results[0])
         except Exception:  # an op that the reference evaluator lacks: the value stays a computed one
             return None
 
@@ -210,7 +214,9 @@ class GraphView:
 
     def weight_of(self, node: ir.Node) -> ir.Value | None:
         """The weight of a linear layer, or None. A constant state of rank 3 or more is no weight."""
-        if is_op(node, "MatMul", "Gemm") or (node.domain == "com.microsoft" and node.op_type in ("FusedMatMul", "FusedGemm")):
+        if is_op(node, "MatMul", "Gemm") or (
+            node.domain == "com.microsoft" and node.op_type in ("FusedMatMul", "FusedGemm")
+        ):
             for value in (node.inputs[1], node.inputs[0]):
                 if value is not None and self.is_const(value) and rank_of(value) == 2:
                     return value
@@ -249,7 +255,12 @@ class GraphView:
         producer = value.producer()
         if producer is None or self.is_const(value):
             return True
-        return self.is_integer(value) or self.is_linear(producer) or self.is_depthwise(producer) or self.is_opaque(producer)
+        return (
+            self.is_integer(value)
+            or self.is_linear(producer)
+            or self.is_depthwise(producer)
+            or self.is_opaque(producer)
+        )
 
 
 def _named(tensor: onnx.TensorProto, name: str | None) -> onnx.TensorProto:

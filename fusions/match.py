@@ -150,7 +150,7 @@ def _clamped(view: GraphView, node: ir.Node) -> Length | None:
 
 
 def match_norm(view: GraphView, node: ir.Node) -> Norm | None:
-    """``x / norm`` or ``x * reciprocal(norm)`` (or ``norm^-0.5``), with this node last; casts in between are seen through."""
+    """``x / norm`` or ``x * reciprocal(norm)``, with this node last; casts and transposes are seen through."""
     y = node.outputs[0]
     if is_op(node, "LpNormalization"):
         x, rank = node.inputs[0], rank_of(y)
@@ -226,6 +226,12 @@ def match_softplus(view: GraphView, node: ir.Node) -> ir.Value | None:
         # above 14 the branches agree to float32
         threshold = view.scalar(compare.inputs[1])
         x = match_softplus(view, producer)
-        if x is not None and threshold is not None and threshold >= 14 and same(compare.inputs[0], x) and same(linear, x):
+        if (
+            x is not None
+            and threshold is not None
+            and threshold >= 14
+            and same(compare.inputs[0], x)
+            and same(linear, x)
+        ):
             return x
     return None

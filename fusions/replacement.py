@@ -39,10 +39,10 @@ class _Builder:
         self.result.initializers.append(value)
         return value
 
-    def node(self, hint: str, op_type: str, inputs: list[ir.Value], attributes: dict | None = None, outputs: int = 1) -> ir.Node:
-        node = ir.node(
-            op_type, inputs, attributes or {}, num_outputs=outputs, name=self.names(f"{self.prefix}.{hint}")
-        )
+    def node(
+        self, hint: str, op_type: str, inputs: list[ir.Value], attributes: dict | None = None, outputs: int = 1
+    ) -> ir.Node:
+        node = ir.node(op_type, inputs, attributes or {}, num_outputs=outputs, name=self.names(f"{self.prefix}.{hint}"))
         for i, value in enumerate(node.outputs):
             value.name = self.names(f"{self.prefix}.{hint}_{i}" if outputs > 1 else f"{self.prefix}.{hint}")
         self.result.nodes.append(node)
@@ -61,7 +61,9 @@ class _Builder:
         cast.dtype = dtype
         return cast
 
-    def operand(self, name: str, operand: Operand, bind: Mapping[ir.Value, ir.Value], dtype: ir.DataType | None) -> ir.Value:
+    def operand(
+        self, name: str, operand: Operand, bind: Mapping[ir.Value, ir.Value], dtype: ir.DataType | None
+    ) -> ir.Value:
         parts: list[ir.Value] = []
         for i, piece in enumerate(operand.pieces):
             value = bind[piece.value]
@@ -88,7 +90,8 @@ class _Builder:
             node = self.node(f"{name}_split", "Split", [value, sizes], {"axis": result.axis}, len(result.targets))
             values = list(node.outputs)
             for part in values:
-                part.dtype = value.dtype
+                if value.dtype is not None:
+                    part.dtype = value.dtype
         for i, (target, new) in enumerate(zip(result.targets, values, strict=True)):
             if cast and target.dtype is not None:
                 new = self.cast(f"{name}{i}_result", new, target.dtype)
@@ -101,9 +104,17 @@ def element_type(candidate: Candidate, types: Mapping[ir.Value, ir.DataType | No
     """T of the call: the operands' common type, or float32 when they differ."""
     names = ("q", "k", "v", "g", "beta", "gate", "conv_state")
     found = {
-        types[p.value] for n in names if n in candidate.operands for p in candidate.operands[n].pieces if types[p.value] is not None
+        types[p.value]
+        for n in names
+        if n in candidate.operands
+        for p in candidate.operands[n].pieces
+        if types[p.value] is not None
     }
-    if len(found) == 1 and (only := next(iter(found))) in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+    if len(found) == 1 and (only := next(iter(found))) in (
+        ir.DataType.FLOAT,
+        ir.DataType.FLOAT16,
+        ir.DataType.BFLOAT16,
+    ):
         assert only is not None
         return only
     return ir.DataType.FLOAT
@@ -111,11 +122,13 @@ def element_type(candidate: Candidate, types: Mapping[ir.Value, ir.DataType | No
 
 def state_type(candidate: Candidate) -> ir.DataType:
     """TS of the call: the type of the state that comes in, or goes out, in the graph; float32 without one."""
-    values = [p.value for p in candidate.operands["initial_state"].pieces] if "initial_state" in candidate.operands else []
+    values = (
+        [p.value for p in candidate.operands["initial_state"].pieces] if "initial_state" in candidate.operands else []
+    )
     values += list(candidate.results["final_state"].targets) if "final_state" in candidate.results else []
     for value in values:
         if value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
-            return value.dtype  # type: ignore[return-value]
+            return value.dtype
     return ir.DataType.FLOAT
 
 
@@ -148,9 +161,7 @@ def replacement(
         inputs[name] = builder.operand(name, operand, bind, want)
     for name, array in parameters.items():
         inputs[name] = builder.initializer(name, array)
-    function = body.build_function(
-        candidate.config, opset, dtype, state, seq_len=1 if candidate.one_token else None
-    )
+    function = body.build_function(candidate.config, opset, dtype, state, seq_len=1 if candidate.one_token else None)
     node = call.make_node(
         candidate.config, inputs, dtype, state, seq_len=1 if candidate.one_token else None, name=names(prefix)
     )

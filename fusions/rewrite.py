@@ -49,9 +49,7 @@ def rewrite(model: ir.Model, view: GraphView, accepted: list[Accepted]) -> None:
         candidate = item.candidate
         bind = {v: v for v in candidate.input_values()}
         prefix = names(f"kda.{i}")
-        built = replacement(
-            candidate, bind, item.parameters, names, prefix, graph.opset_imports[""]
-        )
+        built = replacement(candidate, bind, item.parameters, names, prefix, graph.opset_imports[""])
         anchor = max(
             (p for v in candidate.output_values() if (p := v.producer()) is not None), key=view.position.__getitem__
         )
@@ -92,7 +90,9 @@ def _let_go(node: ir.Node) -> None:
 
 def _take_over(graph: ir.Graph, old: ir.Value, new: ir.Value, names: UniqueNames) -> None:
     """Let everything that read ``old`` read ``new``; a graph output keeps its name, type and shape."""
-    old.replace_all_uses_with(new, replace_graph_outputs=True) if old.is_graph_output() else old.replace_all_uses_with(new)
+    old.replace_all_uses_with(new, replace_graph_outputs=True) if old.is_graph_output() else old.replace_all_uses_with(
+        new
+    )
     if any(o is new for o in graph.outputs):
         name = old.name
         old.name = names(f"{name}_before")

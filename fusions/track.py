@@ -186,7 +186,9 @@ def _squeeze(view: GraphView, track: Track, node: ir.Node) -> list[Track]:
     where = {a % len(track.labels) for a in axes}
     if any(track.labels[i] != "1" for i in where):
         return []
-    return [replace(track, value=node.outputs[0], labels=tuple(x for i, x in enumerate(track.labels) if i not in where))]
+    return [
+        replace(track, value=node.outputs[0], labels=tuple(x for i, x in enumerate(track.labels) if i not in where))
+    ]
 
 
 def _gather(view: GraphView, track: Track, node: ir.Node) -> list[Track]:

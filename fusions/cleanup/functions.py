@@ -24,4 +24,6 @@ class InlineLocalFunctions(Pass):
         common.RemoveUnusedFunctionsPass()(model)
         report.matched, report.changed = len(others), True
         names = ", ".join(sorted({f"{f.domain}::{f.name}" for f in others})[:8])
-        report.notes.append(f"{len(others)} functions inlined ({names}): {before} nodes are {model.graph.num_nodes()} now")
+        report.notes.append(
+            f"{len(others)} functions inlined ({names}): {before} nodes are {model.graph.num_nodes()} now"
+        )

@@ -12,10 +12,17 @@ import onnx_ir.passes.common as common
 from ..passes import Pass
 from ..result import PassReport
 
-
 #: ORT's ops whose first output has the shape and type of their first input; onnx's inference does not know them.
 _LIKE_INPUT = frozenset(
-    {"QuickGelu", "Gelu", "FastGelu", "BiasGelu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "GatedRMSNorm"}
+    {
+        "QuickGelu",
+        "Gelu",
+        "FastGelu",
+        "BiasGelu",
+        "SimplifiedLayerNormalization",
+        "SkipSimplifiedLayerNormalization",
+        "GatedRMSNorm",
+    }
 )
 
 

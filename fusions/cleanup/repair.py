@@ -34,7 +34,9 @@ class RepairNormScale(Pass):
             while name in taken:
                 name += "_"
             taken.add(name)
-            cast = ir.node("Cast", [x], {"to": ir.DataType.FLOAT.value}, name=f"{node.name or node.outputs[0].name}_cast")
+            cast = ir.node(
+                "Cast", [x], {"to": ir.DataType.FLOAT.value}, name=f"{node.name or node.outputs[0].name}_cast"
+            )
             wide = cast.outputs[0]
             wide.name, wide.shape, wide.dtype = name, x.shape, ir.DataType.FLOAT
             model.graph.insert_before(node, cast)
@@ -42,7 +44,7 @@ class RepairNormScale(Pass):
             node.outputs[0].dtype = ir.DataType.FLOAT
             report.matched += 1
             report.notes.append(
-                f"RMSNormalization {node.name!r}: {x.dtype} input with a float32 scale, which ONNX Runtime does not load; "
-                "now computed in float32"
+                f"RMSNormalization {node.name!r}: {x.dtype} input with a float32 scale, which ONNX Runtime does not "
+                "load; now computed in float32"
             )
         report.changed = report.matched > 0

@@ -72,7 +72,11 @@ def short_conv(view: GraphView, node: ir.Node) -> ShortConv | Refusal:
 def _causal_op(view: GraphView, node: ir.Node) -> ShortConv | Refusal:
     data, weight = node.inputs[0], node.inputs[1]
     assert data is not None and weight is not None and weight.shape is not None
-    if attribute_int(node, "ndim", 1) != 1 or attribute_int(node, "dilation", 1) != 1 or attribute_int(node, "state_window", 0):
+    if (
+        attribute_int(node, "ndim", 1) != 1
+        or attribute_int(node, "dilation", 1) != 1
+        or attribute_int(node, "state_window", 0)
+    ):
         return Refusal("conv", "CausalConvWithState with more than one axis, a dilation or a window", node.name or "")
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     state = node.inputs[3] if len(node.inputs) > 3 else None
@@ -133,5 +137,3 @@ def state_width(view: GraphView, conv: ShortConv) -> int | None:
         if starts is not None and len(starts) == 1 and starts[0] < 0:
             return -starts[0]
     return None
-
-

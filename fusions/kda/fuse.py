@@ -13,10 +13,11 @@ from ..candidate import Candidate
 from ..graph import GraphView, is_op
 from ..passes import Pass, Progress
 from ..proof import ProofBudget, Prover
-from ..proof.prove import ProofImpossible
+from ..proof.problem import ProofImpossible
 from ..result import PassReport, ProofReport, RegionReport
 from ..rewrite import Accepted, rewrite
-from .recognise import Reading, is_near_miss, read_site, short
+from .operands import short
+from .recognise import Reading, is_near_miss, read_site
 from .sites import Site, find_sites, region_size
 
 
@@ -90,7 +91,9 @@ class FuseKda(Pass):
         if refusal is not None:
             region.refusal = refusal
         if region.refusal is None:
-            region.refusal = Refusal("reading", "no reading of the block's operands gives what the block gives", site.name)
+            region.refusal = Refusal(
+                "reading", "no reading of the block's operands gives what the block gives", site.name
+            )
         return region, None
 
     def _screened(
@@ -148,8 +151,8 @@ def repairs(candidate: Candidate, proof: ProofReport | None) -> list[str]:
     failed = sorted({c["tokens"] for c in proof.cases if "original" in c and c["original"].startswith("fails")})
     good = sorted({c["tokens"] for c in proof.cases if "errors" in c})
     if failed and good and min(failed) > max(good):
-        return [f"repaired: the original runs up to {max(good)} tokens and fails from {min(failed)} on; fused, it takes any length"]
+        return [
+            f"repaired: the original runs up to {max(good)} tokens and fails from {min(failed)} on; "
+            "fused, it takes any length"
+        ]
     return []
-
-
-

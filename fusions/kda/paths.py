@@ -88,7 +88,9 @@ def _last_channels(view: GraphView, border: ir.Value, weight: ir.Value | None) -
     if weight is None or weight.shape is None:
         return None
     producer = border.producer()
-    transposed = producer is not None and "transB" in producer.attributes and producer.attributes["transB"].as_int() == 1
+    transposed = (
+        producer is not None and "transB" in producer.attributes and producer.attributes["transB"].as_int() == 1
+    )
     size = weight.shape[0 if transposed else 1]
     return size if isinstance(size, int) else None
 

@@ -13,9 +13,15 @@ from ...custom_ops.kda.spec import KdaConfig
 from ..candidate import Candidate, Operand, Parameter, Piece, Result
 from ..graph import GraphView, is_op, rank_of
 from ..region import Region, backward, cuts, mark_dependents
-from ..track import Track
-from .convs import ShortConv, short_conv, state_width
-from .paths import Path
+from .operands import (
+    before_norm,
+    beta_end,
+    convolutions,
+    first_track,
+    is_one_token,
+    operand_at,
+    short,
+)
 from .roles import Roles, readings
 from .sites import Site
 from .tail import Tail, match_tail
@@ -70,7 +76,9 @@ def _without_present_conv_state(candidate: Candidate) -> list[Candidate]:
     """
     if "present_conv_state" not in candidate.results:
         return []
-    reason = Refusal("conv-state", "the graph's own convolution state differs from the op's: the graph goes on making it")
+    reason = Refusal(
+        "conv-state", "the graph's own convolution state differs from the op's: the graph goes on making it"
+    )
     return [
         replace(
             candidate,
@@ -131,11 +139,11 @@ def _candidate(
     if norm is not None:
         settings |= {"qk_l2norm": norm.kind, "l2norm_eps": short(norm.epsilon)}
         absorbed.append("L2 norm")
-    convs = _convolutions(view, roles)
+    convs = convolutions(view, roles)
     if isinstance(convs, Refusal):
         not_absorbed.append(convs)
     elif convs is not None:
-        built = _with_convolutions(view, roles, convs, settings, operands, parameters, results)
+        built = with_convolutions(view, roles, convs, settings, operands, parameters, results)
         if isinstance(built, Refusal):
             not_absorbed.append(built)
             convs = None
@@ -143,7 +151,7 @@ def _candidate(
             absorbed.append("short convolution")
     if convs is None or isinstance(convs, Refusal):
         for name, path in (("q", roles.q), ("k", roles.k), ("v", roles.v)):
-            operand = _operand(_before_norm(path))
+            operand = operand_at(before_norm(path))
             if operand is None:
                 return None
             operands[name] = operand
@@ -151,7 +159,7 @@ def _candidate(
     # --- gate and rate ---
     forget = roles.forget
     if forget is not None:
-        operand = _operand(_first_track(roles.g, 0))
+        operand = operand_at(first_track(roles.g, 0))
         settings |= {"gate_activation": forget.activation, "lower_bound": short(forget.lower_bound)}
         parameters["A_log"] = forget.a_log
         if forget.dt_bias is not None:
@@ -159,12 +167,14 @@ def _candidate(
             settings["has_dt_bias"] = True
         absorbed.append("forget gate")
     else:
-        operand = _operand(roles.g.end)
-        not_absorbed.append(Refusal("gate", "the log decay's formula is not one the op has: it is computed before the op"))
+        operand = operand_at(roles.g.end)
+        not_absorbed.append(
+            Refusal("gate", "the log decay's formula is not one the op has: it is computed before the op")
+        )
     if operand is None:
         return None
     operands["g"] = operand
-    beta = _operand(_first_track(roles.beta, 0) if roles.rate.activation != "none" else _beta_end(roles.beta))
+    beta = operand_at(first_track(roles.beta, 0) if roles.rate.activation != "none" else beta_end(roles.beta))
     if beta is None:
         return None
     operands["beta"] = beta
@@ -194,158 +204,10 @@ def _candidate(
     config = KdaConfig(**settings)
     if config.check() is not None:
         return None
-    one_token = _is_one_token(operands)
+    one_token = is_one_token(operands)
     return Candidate(
         site.name, site.form, config, operands, parameters, results, region, one_token, absorbed, not_absorbed
     )
-
-
-def _is_one_token(operands: dict[str, Operand]) -> bool:
-    """Is the block frozen at one token, as decode graphs are?"""
-    value = operands["beta"].pieces[0].value
-    shape = value.shape
-    if shape is None or len(shape) < 2:
-        return False
-    permutation = operands["beta"].pieces[0].permutation
-    time = permutation[1] if permutation is not None else 1
-    return shape[time] == 1
-
-
-def short(value: float) -> float:
-    """A float32's shortest decimal: attributes are float32, and 1e-06 reads better than 9.999999974752427e-07."""
-    return float(str(np.float32(value)))
-
-
-# --- operands ----------------------------------------------------------------------------------------------------
-
-
-def _first_track(path: Path, index: int) -> Track:
-    """The track before the path's step ``index``; the end where there is no such step."""
-    return path.steps[index].before if index < len(path.steps) else path.end
-
-
-def _beta_end(path: Path) -> Track:
-    return path.steps[0].before if path.steps else path.end
-
-
-def _before_norm(path: Path) -> Track:
-    """What the L2 norm reads, after the steps before it; without a norm the last understood step that is not a scale."""
-    repeat = next((s for s in path.steps if s.kind == "repeat"), None)
-    norm = path.norm()
-    if repeat is not None and (norm is None or path.steps.index(repeat) < path.steps.index(norm)):
-        return repeat.before
-    if norm is not None:
-        return norm.before
-    scales = [s for s in path.steps if s.kind == "mul"]
-    return scales[0].before if scales else path.end
-
-
-def _operand(track: Track) -> Operand | None:
-    """The operand [B, T, C] from where a track stands."""
-    labels = [label for label in track.labels if label != "1"]
-    if "N" in labels or labels.count("B") != 1 or labels.count("T") != 1:
-        return None
-    order = sorted(
-        range(len(track.labels)),
-        key=lambda i: (
-            -2 if track.labels[i] == "B" else -1 if track.labels[i] == "T" else 1000 if track.labels[i] == "1" else int(track.labels[i])
-        ),
-    )
-    permutation = tuple(order) if order != list(range(len(order))) else None
-    reshape = (0, 0, track.channels) if len(track.labels) != 3 else None
-    return Operand((Piece(track.value, permutation, reshape),))
-
-
-# --- convolution ---------------------------------------------------------------------------------------------------
-
-
-def _convolutions(view: GraphView, roles: Roles) -> list[ShortConv] | Refusal | None:
-    """The convolutions that q, k and v come out of: one packed, or three; None when there is none."""
-    nodes: list[ir.Node] = []
-    for path in (roles.q, roles.k, roles.v):
-        producer = path.border.producer()
-        if producer is None or not view.is_depthwise(producer):
-            return None if not nodes else Refusal("conv", "not all of q, k and v come out of a convolution")
-        if producer not in nodes:
-            nodes.append(producer)
-    found: list[ShortConv] = []
-    for node in nodes:
-        conv = short_conv(view, node)
-        if isinstance(conv, Refusal):
-            return conv
-        found.append(conv)
-    return found
-
-
-def _with_convolutions(
-    view: GraphView,
-    roles: Roles,
-    convs: list[ShortConv],
-    settings: dict,
-    operands: dict[str, Operand],
-    parameters: dict[str, Parameter],
-    results: dict[str, Result],
-) -> Refusal | None:
-    """Fill in what absorbing the convolutions takes; touches nothing when it refuses."""
-    paths = (roles.q, roles.k, roles.v)
-    if len({c.width for c in convs}) != 1:
-        return Refusal("conv", f"convolutions of different widths {[c.width for c in convs]}")
-    silus = {"silu" in p.kinds() or any(c.silu for c in convs if c.node.outputs[0] is p.border) for p in paths}
-    if len(silus) != 1:
-        return Refusal("conv", "SiLU behind some of the convolutions only")
-    allowed = {"silu", "trim", "sum", "max", "mul", "repeat"}
-    if any(set(p.kinds()) - allowed for p in paths):
-        return Refusal("conv", "other steps than SiLU between the convolution and the recurrence")
-    if len(convs) == 1:
-        start = 0
-        for path in paths:
-            if path.end.low != start:
-                return Refusal("conv", "the packed convolution's channels are not in the order q, k, v")
-            start = path.end.low + path.channels
-        if start != convs[0].channels:
-            return Refusal("conv", f"q, k and v use {start} of the convolution's {convs[0].channels} channels")
-    elif len(convs) != 3 or any(p.end.low != 0 or p.channels != c.channels for p, c in zip(paths, convs, strict=True)):
-        return Refusal("conv", "convolutions that are neither one packed nor one each for q, k and v")
-    biases = [c.bias for c in convs]
-    if any(b is None for b in biases) and any(b is not None for b in biases):
-        return Refusal("conv", "some of the convolutions have a bias, some have none")
-    states = [c.state for c in convs]
-    if any(s is None for s in states) and any(s is not None for s in states):
-        return Refusal("conv", "some of the convolutions carry a state, some do not")
-
-    widths = {state_width(view, c) for c in convs if c.state is not None or c.present is not None}
-    settings |= {"conv_width": convs[0].width, "conv_activation": "silu" if silus == {True} else "none"}
-    parameters["conv_weight"] = Parameter(tuple(c.weight for c in convs), lambda a: np.concatenate(a).astype(np.float32))
-    if all(b is not None for b in biases):
-        settings["has_conv_bias"] = True
-        parameters["conv_bias"] = Parameter(
-            tuple(b for b in biases if b is not None), lambda a: np.concatenate(a).astype(np.float32)
-        )
-    for name, conv in zip(("q", "k", "v"), convs, strict=False):
-        operands[name] = Operand((Piece(conv.data, None if conv.channels_last else (0, 2, 1)),))
-    settings["packed_qkv"] = len(convs) == 1
-    width = next(iter(widths)) if len(widths) == 1 else None
-    if width is None and widths == {None}:
-        width = convs[0].width  # a symbol: one number only can be carried from step to step
-    if width in (convs[0].width - 1, convs[0].width):
-        settings["conv_state_width"] = width
-        if all(s is not None for s in states):
-            settings["has_conv_state"] = True
-            operands["conv_state"] = Operand(tuple(Piece(s) for s in states if s is not None), axis=1)
-        presents = [c.present for c in convs]
-        if all(p is not None for p in presents):
-            settings["has_present_conv_state"] = True
-            results["present_conv_state"] = Result(
-                tuple(p for p in presents if p is not None), axis=1, sizes=tuple(c.channels for c in convs)
-            )
-    elif any(s is not None for s in states):
-        for name in ("q", "k", "v"):
-            operands.pop(name, None)
-        for name in ("conv_weight", "conv_bias"):
-            parameters.pop(name, None)
-        settings |= {"conv_width": 0, "conv_activation": "none", "packed_qkv": False, "has_conv_bias": False}
-        return Refusal("conv", f"convolution states of {sorted(map(str, widths))} columns")
-    return None
 
 
 # --- state, norm, gate ---------------------------------------------------------------------------------------------
@@ -432,7 +294,5 @@ def _output_result(value: ir.Value, roles: Roles, head_major: bool) -> Result:
 
 
 def is_near_miss(view: GraphView, site: Site) -> bool:
-    """Does a site that gave no candidate look enough like KDA to speak of? It has a decay and a depthwise convolution."""
-    return any(
-        (p := b.producer()) is not None and view.is_depthwise(p) for b in site.region.borders
-    )
+    """Does a site without a candidate look enough like KDA to speak of: a decay behind a depthwise convolution?"""
+    return any((p := b.producer()) is not None and view.is_depthwise(p) for b in site.region.borders)

@@ -11,8 +11,8 @@ import onnx_ir as ir
 from ...custom_ops.common.refusal import Refusal
 from ..graph import GraphView
 from ..region import Region
-from .paths import Path, paths_from
 from .gates import ForgetGate, Rate, forget_gate, update_rate
+from .paths import Path, paths_from
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ def _of_five(view: GraphView, paths: list[Path], state: ir.Value | None) -> Iter
         others = [p for p in others if p.end.value is not beta.end.value]
         if len(others) != 4:
             continue
-        for g in sorted((p for p in others if p not in normed), key=lambda p: forget_gate(view, p, num_v_heads) is None):
+        for g in sorted(
+            (p for p in others if p not in normed), key=lambda p: forget_gate(view, p, num_v_heads) is None
+        ):
             three = [p for p in others if p is not g]
             for q, k, v in _orders(three, normed):
                 roles = _fit(view, q, k, v, g, beta, rate, num_v_heads, state)
@@ -116,7 +118,15 @@ def _without_steps(path: Path) -> Path:
 
 
 def _fit(
-    view: GraphView, q: Path, k: Path, v: Path, g: Path, beta: Path, rate: Rate, num_v_heads: int, state: ir.Value | None
+    view: GraphView,
+    q: Path,
+    k: Path,
+    v: Path,
+    g: Path,
+    beta: Path,
+    rate: Rate,
+    num_v_heads: int,
+    state: ir.Value | None,
 ) -> Roles | None:
     if g.end.channels % num_v_heads or v.end.channels % num_v_heads:
         return None

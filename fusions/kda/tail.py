@@ -51,7 +51,11 @@ def _factors(view: GraphView, value: ir.Value, stop: ir.Value | None, depth: int
     """(factor, inverted) of a product; casts are seen through; ``stop`` is not taken apart."""
     bare = uncast(value)
     assert bare is not None
-    if (stop is not None and same_elements(bare, stop)) or depth == 0 or rms_norm_of(bare) is not None and _native(bare):
+    if (
+        (stop is not None and same_elements(bare, stop))
+        or depth == 0
+        or (rms_norm_of(bare) is not None and _native(bare))
+    ):
         return [(bare, False)]
     producer = bare.producer()
     if is_op(producer, "Mul") and producer is not None and None not in producer.inputs:
@@ -91,8 +95,10 @@ def _product(view: GraphView, x: ir.Value, core: ir.Value, depends: set[ir.Value
             main.append(normed)
         elif (inner := _sigmoid_of(factor)) is not None and inner not in depends:
             sigmoids.append(inner)
-        elif (producer := factor.producer()) is not None and (silu := match_silu(view, producer)) is not None and (
-            silu not in depends
+        elif (
+            (producer := factor.producer()) is not None
+            and (silu := match_silu(view, producer)) is not None
+            and (silu not in depends)
         ):
             silus.append(silu)
         elif factor in depends:
@@ -129,9 +135,7 @@ def _sigmoid_of(value: ir.Value) -> ir.Value | None:
     return producer.inputs[0] if is_op(producer, "Sigmoid") and producer is not None else None
 
 
-def _gate_of(
-    gates: list[ir.Value], sigmoids: list[ir.Value], silus: list[ir.Value]
-) -> tuple[ir.Value | None, str]:
+def _gate_of(gates: list[ir.Value], sigmoids: list[ir.Value], silus: list[ir.Value]) -> tuple[ir.Value | None, str]:
     if not gates and not sigmoids and not silus:
         return None, "none"
     if len(silus) == 1 and not gates and not sigmoids:

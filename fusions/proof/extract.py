@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +106,10 @@ class Extract:
             cut: nodes, tensors and input shapes of the region cut down to fewer heads, in place of its own.
         """
         widen = _Widen(kind)
-        graph_inputs = [helper.make_tensor_value_info(_name(v), kind, _shape(v) if cut is None else cut.shapes[v]) for v in self.inputs]
+        graph_inputs = [
+            helper.make_tensor_value_info(_name(v), kind, _shape(v) if cut is None else cut.shapes[v])
+            for v in self.inputs
+        ]
         for value in self.shape_inputs:
             element = TensorProto.INT64 if self.view.is_integer(value) else kind
             graph_inputs.append(helper.make_tensor_value_info(_name(value), element, _shape(value)))

@@ -1,15 +1,14 @@
 """A smaller, sound proof for frozen real-size exports: the same region with two of its heads.
 
-Every value of the region is followed to see which of its axes, if any, runs over heads, and which index belongs to which
-head. Each node must treat that axis as a batch axis: then heads do not mix, the region computes each head on its own, and
-the region cut down to some heads gives exactly those heads' part of the whole region's results. An op without a rule, or a
-node that mixes heads, stops the attempt with a reason.
+Every value of the region is followed to see which of its axes, if any, runs over heads, and which index belongs to
+which head. Each node must treat that axis as a batch axis: then heads do not mix, the region computes each head on its
+own, and the region cut down to some heads gives exactly those heads' part of the whole region's results. An op without
+a rule, or a node that mixes heads, stops the attempt with a reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -17,40 +16,15 @@ import onnx_ir as ir
 from onnx import numpy_helper
 
 from ..graph import GraphView, attribute_int, attribute_ints, attribute_string
-
-
-class HeadsMix(Exception):
-    """The region can't be shown to compute its heads one by one."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Heads lie along ``axis``: index i of it belongs to head ``owner[i]``."""
-
-    axis: int
-    owner: tuple[int, ...]
-
-    def kept(self, heads: frozenset[int]) -> list[int]:
-        return [i for i, head in enumerate(self.owner) if head in heads]
-
+from .spread import HeadsMix, Spread, shape_of, through_reshape
 
 ELEMENTWISE = frozenset(
-    "Abs Add And Cast Ceil Clip Div Equal Erf Exp Floor Greater GreaterOrEqual HardSigmoid Identity IsNaN Less LessOrEqual "
-    "Log Max Min Mul Neg Not Or Pow QuickGelu Reciprocal Relu Sigmoid Sign Softplus Sqrt Sub Swish Tanh Where Xor".split()
+    "Abs Add And Cast Ceil Clip Div Equal Erf Exp Floor Greater GreaterOrEqual HardSigmoid Identity IsNaN Less "
+    "LessOrEqual Log Max Min Mul Neg Not Or Pow QuickGelu Reciprocal Relu Sigmoid Sign Softplus Sqrt Sub Swish Tanh "
+    "Where Xor".split()
 )
 REDUCTIONS = frozenset("ReduceL2 ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare".split())
 NORMS = frozenset("RMSNormalization SimplifiedLayerNormalization LpNormalization".split())
-
-
-def shape_of(value: ir.Value) -> list[int]:
-    """The static shape of a value.
-
-    Raises:
-        HeadsMix: a dim without a number.
-    """
-    if value.shape is None or not value.shape.is_static():
-        raise HeadsMix(f"the shape of {value.name!r} is not static")
-    return [int(d) for d in value.shape]  # type: ignore[arg-type]
 
 
 class HeadSlicer:
@@ -90,7 +64,9 @@ class HeadSlicer:
         if array.ndim == 0 or array.shape[axis] == 1:
             return self.tensor(value.name or "constant", array)
         if array.shape[axis] != len(spread.owner):
-            raise HeadsMix(f"the constant {value.name!r} has {array.shape[axis]} entries where heads make {len(spread.owner)}")
+            raise HeadsMix(
+                f"the constant {value.name!r} has {array.shape[axis]} entries where heads make {len(spread.owner)}"
+            )
         return self.tensor(value.name or "constant", np.take(array, spread.kept(self.keep), axis=axis))
 
     def kept_count(self, spread: Spread) -> int:
@@ -140,7 +116,11 @@ class HeadSlicer:
     def _only(self, node: ir.Node) -> Spread:
         """The spread of the first input, which must be the only one that has heads."""
         first = node.inputs[0]
-        if first is None or first not in self.spreads or any(v in self.spreads for v in node.inputs[1:] if v is not None):
+        if (
+            first is None
+            or first not in self.spreads
+            or any(v in self.spreads for v in node.inputs[1:] if v is not None)
+        ):
             raise HeadsMix("heads where none were expected")
         return self.spreads[first]
 
@@ -199,7 +179,7 @@ class HeadSlicer:
     def _on_reshape(self, node: ir.Node, proto: onnx.NodeProto) -> None:
         spread = self._only(node)
         before, after = shape_of(node.inputs[0]), shape_of(node.outputs[0])  # type: ignore[arg-type]
-        moved = _through_reshape(before, after, spread)
+        moved = through_reshape(before, after, spread)
         target = list(after)
         target[moved.axis] = self.kept_count(moved)
         proto.input[1] = self.tensor("shape", np.array(target, np.int64))
@@ -266,7 +246,11 @@ class HeadSlicer:
         spread = self._only(node)
         rank = len(shape_of(node.outputs[0]))
         starts, ends = self._const_ints(node.inputs[1]), self._const_ints(node.inputs[2])
-        axes = self._const_ints(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else range(len(starts))
+        axes = (
+            self._const_ints(node.inputs[3])
+            if len(node.inputs) > 3 and node.inputs[3] is not None
+            else range(len(starts))
+        )
         axes = [a % rank for a in axes]
         if spread.axis not in axes:
             self._give(node, spread)
@@ -404,59 +388,3 @@ class HeadSlicer:
                     raise HeadsMix(f"{value.name!r} does not come from the operands")
                 proto.input[i] = self.cut(value, Spread(0, owner), terms[i].index(letter))
         self._give(node, Spread(right.index(letter), owner))
-
-
-def _through_reshape(before: list[int], after: list[int], spread: Spread) -> Spread:
-    """Where the heads are after a reshape: the smallest block of axes that both shapes share around the heads' axis."""
-    low = high = spread.axis
-    while True:
-        outer, size = int(np.prod(before[:low])), int(np.prod(before[low : high + 1]))
-        found = _block(after, outer, size)
-        if found is not None:
-            break
-        # the block's border is no border of the result: take in a neighbour, the inner one first
-        if high + 1 < len(before) and _block_start(after, outer) is not None:
-            high += 1
-        elif low > 0:
-            low -= 1
-        elif high + 1 < len(before):
-            high += 1
-        else:
-            raise HeadsMix("a reshape that mixes heads with other axes")
-    first, last = found
-    owner = np.broadcast_to(
-        np.array(spread.owner).reshape([-1 if i == spread.axis else 1 for i in range(low, high + 1)]), before[low : high + 1]
-    ).reshape(after[first : last + 1])
-    varying = [i for i in range(owner.ndim) if owner.shape[i] > 1 and np.any(np.take(owner, [0], i) != owner)]
-    if len(varying) != 1:
-        raise HeadsMix("a reshape that spreads heads over several axes")
-    line = np.moveaxis(owner, varying[0], -1).reshape(-1, owner.shape[varying[0]])[0]
-    return Spread(first + varying[0], tuple(int(h) for h in line))
-
-
-def _block_start(shape: list[int], outer: int) -> int | None:
-    product = 1
-    for i, size in enumerate([*shape, 1]):
-        if product == outer:
-            return i
-        product *= size
-    return None
-
-
-def _block(shape: list[int], outer: int, size: int) -> tuple[int, int] | None:
-    """The axes of ``shape`` that start after ``outer`` elements and hold ``size``."""
-    start = _block_start(shape, outer)
-    if start is None:
-        return None
-    product = 1
-    for i in range(start, len(shape)):
-        product *= shape[i]
-        if product == size:
-            # trailing axes of size one belong to it or not, it makes no difference
-            return start, i
-        if product > size:
-            return None
-    return None
-
-
-__all__ = ["HeadSlicer", "HeadsMix", "Spread", "shape_of"]

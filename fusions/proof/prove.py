@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
@@ -22,11 +22,10 @@ from ..candidate import Candidate
 from ..graph import GraphView
 from ..replacement import replacement
 from ..result import ProofReport
-from .cases import HOSTILE, Arrays, draw, environment, raw_feeds, rows_and_tokens, value_names
+from .cases import HOSTILE, Arrays, draw, environment, rows_and_tokens
 from .dims import UnknownDim
-from .extract import Cut, Extract, NotExtractable
-from .heads import HeadsMix
-from .shrink import shrink
+from .extract import Extract, NotExtractable
+from .problem import Problem, ProofBudget, ProofImpossible, session
 from .structure import structure_hash
 
 #: Worst relative L2 error between region and replacement, both in float32; ``HARD`` for the nearly collinear case.
@@ -36,102 +35,6 @@ HARD_FACTOR = 5.0
 TOKENS = (5, 1, 17, 64)
 PROBES = (65, 130)
 SEED = 20261130
-#: Regions that would hold more than this are cut down to two heads where that can be shown to be sound.
-CUT_ABOVE = 256 << 20
-
-
-@dataclass(frozen=True)
-class ProofBudget:
-    """What one structure's proof may take: bytes of memory (estimated beforehand) and seconds (checked between runs)."""
-
-    memory: int = 4 << 30
-    seconds: float = 60.0
-
-
-class ProofImpossible(Exception):
-    """The region can't be run on its own, or not within the budget."""
-
-
-class _Problem:
-    """A region to run, whole or cut down to two heads, and the candidate and parameters that belong to it."""
-
-    def __init__(self, prover: Prover, candidate: Candidate, extract: Extract) -> None:
-        self.extract = extract
-        self.arrays, full = prover.perturbed(candidate)
-        self.candidate, self.parameters = candidate, full
-        self.cut: Cut | None = None
-        self.heads: tuple[int, ...] = ()
-        need = memory_need(extract, candidate)
-        if need > min(prover.budget.memory, CUT_ABOVE):
-            self._cut(prover, need, full)
-        self.session = _session(extract.model(self.arrays, cut=self.cut))
-        self.outputs = value_names(extract.outputs)
-        self.inputs = {i.name for i in self.session.get_inputs()}
-
-    def _cut(self, prover: Prover, need: int, full: Arrays) -> None:
-        try:
-            shrunk = shrink(prover.view, self.candidate, self.extract, self.arrays)
-        except HeadsMix as reason:
-            if need > prover.budget.memory:
-                raise ProofImpossible(
-                    f"to run the region takes about {need / 2**30:.1f} GiB, the proof's budget is "
-                    f"{prover.budget.memory / 2**30:.1f} GiB, and it can't be cut down ({reason}); raise the budget with "
-                    "--proof-memory, or fuse unproved with --no-verify"
-                ) from None
-            return
-        self.cut = Cut(shrunk.protos, list(shrunk.slicer.tensors.values()), shrunk.shapes)
-        self.heads = shrunk.heads
-        self.parameters = shrunk.parameters(self.candidate.config, full)
-        self.candidate = shrunk.candidate
-        left = need * len(shrunk.heads) // (max(shrunk.heads) + 1)
-        if left > prover.budget.memory:
-            raise ProofImpossible(
-                f"two heads of the region still take about {left / 2**30:.1f} GiB; the proof's budget is "
-                f"{prover.budget.memory / 2**30:.1f} GiB; raise it with --proof-memory, or fuse unproved with --no-verify"
-            )
-
-    def raw(self, operands: Arrays, env: Mapping[str, int]) -> Arrays:
-        return raw_feeds(self.candidate, operands, env, None if self.cut is None else self.cut.shapes)
-
-    def run(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray]:
-        feeds = {**self.extract.shape_feeds(env), **feeds}
-        found: list[np.ndarray] = self.session.run(self.outputs, {k: v for k, v in feeds.items() if k in self.inputs})
-        return found
-
-    def exact(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray] | None:
-        """The region's results in float64, by onnx's reference implementation; None when it can't run it."""
-        from onnx.reference import ReferenceEvaluator
-
-        feeds = {**self.extract.shape_feeds(env), **feeds}
-        wide = {k: v.astype(np.float64) if v.dtype.kind == "f" else v for k, v in feeds.items()}
-        try:
-            evaluator = ReferenceEvaluator(self.extract.model(self.arrays, onnx.TensorProto.DOUBLE, self.cut))
-            known = set(evaluator.input_names)
-            return [np.asarray(r) for r in evaluator.run(None, {k: v for k, v in wide.items() if k in known})]
-        except Exception:  # an op or a type that the reference evaluator lacks: float32 decides
-            return None
-
-
-def memory_need(extract: Extract, candidate: Candidate) -> int:
-    """An estimate of the bytes that a run of the region holds at once, where its shapes are static."""
-    largest = 0
-    for node in extract.nodes:
-        for value in node.outputs:
-            if value.shape is not None and value.shape.is_static():
-                largest = max(largest, 4 * int(np.prod(value.shape.numpy() or (1,))))
-    # float32 working copies of the largest tensor: operands and result of one node, and what later nodes wait for
-    return 6 * largest
-
-
-def _session(model: onnx.ModelProto):  # type: ignore[no-untyped-def]  # onnxruntime has no types
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    options.enable_mem_pattern = False
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session
 
 
 def _error(found: np.ndarray, want: np.ndarray) -> float:
@@ -175,7 +78,7 @@ class Prover:
     def _screen(self, core: Candidate, extract: Extract) -> float | Refusal:
         rows, tokens = _sizes(core, TOKENS[0])
         env = environment(core, rows, tokens)
-        problem = _Problem(self, core, extract)
+        problem = self._problem(core, extract)
         core = problem.candidate
         operands = draw(core.config, rows, tokens, self.seed, "normal")
         try:
@@ -189,15 +92,17 @@ class Prover:
             for i, target in enumerate(result.targets):
                 found = outputs[target].astype(np.float64)
                 if found.shape != want[i].shape:
-                    return Refusal("shape", f"{name}: the region gives {list(found.shape)}, the op {list(want[i].shape)}")
+                    return Refusal(
+                        "shape", f"{name}: the region gives {list(found.shape)}, the op {list(want[i].shape)}"
+                    )
                 if name == "o":
                     size = float(np.vdot(want[i], want[i]))
                     scale = float(np.vdot(want[i], found)) / size if size > 0 else 0.0
-                    error = _error(scale * want[i], found)
+                    distance = _error(scale * want[i], found)
                 else:
-                    error = _error(want[i], found)
-                if not error < 1e-3:
-                    return Refusal("mismatch", f"{name} differs from the op's by {error:.1e} (relative L2)")
+                    distance = _error(want[i], found)
+                if not distance < 1e-3:
+                    return Refusal("mismatch", f"{name} differs from the op's by {distance:.1e} (relative L2)")
         return scale
 
     # --- the proof ----------------------------------------------------------------------------------------------------
@@ -219,6 +124,10 @@ class Prover:
         self._proofs[key] = report
         return report
 
+    def _problem(self, candidate: Candidate, extract: Extract) -> Problem:
+        arrays, parameters = self.perturbed(candidate)
+        return Problem(self.view, self.budget, candidate, extract, arrays, parameters)
+
     def _extract(self, candidate: Candidate) -> Extract:
         inputs = sorted(candidate.input_values(), key=self._place)
         return Extract(self.view, inputs, candidate.output_values())
@@ -230,7 +139,7 @@ class Prover:
     def _prove(self, candidate: Candidate, extract: Extract, start: float) -> ProofReport:
         report = ProofReport(True, error=0.0, tolerance=TOLERANCE, seed=self.seed)
         _, length = rows_and_tokens(candidate)
-        problem = _Problem(self, candidate, extract)
+        problem = self._problem(candidate, extract)
         report.heads = list(problem.heads)
         candidate = problem.candidate
         body = self._replacement_session(candidate, problem)
@@ -240,8 +149,8 @@ class Prover:
             if time.perf_counter() - start > self.budget.seconds and compared:
                 report.proved = False
                 report.reason = (
-                    f"the proof took longer than its budget of {self.budget.seconds:g} s ({compared} of {len(plan)} cases "
-                    "done); raise it with --proof-seconds, or fuse unproved with --no-verify"
+                    f"the proof took longer than its budget of {self.budget.seconds:g} s ({compared} of {len(plan)} "
+                    "cases done); raise it with --proof-seconds, or fuse unproved with --no-verify"
                 )
                 return report
             env = environment(candidate, rows, tokens)
@@ -292,15 +201,15 @@ class Prover:
         rows, length = rows_and_tokens(candidate)
         batches = [rows] if isinstance(rows, int) else [1, 2]
         tokens = [length] if isinstance(length, int) else list(TOKENS)
+        plan = [(case, batches[i % len(batches)], tokens[i % len(tokens)], False) for i, case in enumerate(HOSTILE)]
         plan = [
-            (case, batches[i % len(batches)], tokens[i % len(tokens)], False) for i, case in enumerate(HOSTILE)
+            p for p in plan if not (p[0] in ("zero-state", "full-state") and not candidate.config.has_initial_state)
         ]
-        plan = [p for p in plan if not (p[0] in ("zero-state", "full-state") and not candidate.config.has_initial_state)]
         if not isinstance(length, int):
             plan += [("normal", batches[0], t, True) for t in PROBES]
         return plan
 
-    def _replacement_session(self, candidate: Candidate, problem: _Problem):  # type: ignore[no-untyped-def]
+    def _replacement_session(self, candidate: Candidate, problem: Problem) -> Any:
         inputs = candidate.input_values()
         bind = {
             v: ir.Value(
@@ -324,13 +233,17 @@ class Prover:
             value.type = ir.TensorType(ir.DataType.FLOAT)
             value.shape = None
         graph = ir.Graph(
-            list(bind.values()), outputs, nodes=built.nodes, initializers=built.initializers,
-            opset_imports={"": self.opset, "deltafuse": 1}, name="replacement",
+            list(bind.values()),
+            outputs,
+            nodes=built.nodes,
+            initializers=built.initializers,
+            opset_imports={"": self.opset, "deltafuse": 1},
+            name="replacement",
         )
         model = ir.Model(graph, ir_version=10)
         assert built.function is not None
         model.functions[built.function.identifier()] = built.function
-        return _session(ir.to_proto(model))
+        return session(ir.to_proto(model))
 
     # --- parameters -------------------------------------------------------------------------------------------------
 

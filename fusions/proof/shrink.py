@@ -13,7 +13,8 @@ from ...custom_ops.kda.spec import KdaConfig
 from ..candidate import Candidate, Operand, Result
 from ..graph import GraphView
 from .extract import Extract
-from .heads import HeadSlicer, HeadsMix, Spread, shape_of
+from .heads import HeadSlicer
+from .spread import HeadsMix, Spread, shape_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -46,7 +47,7 @@ def packed_owner(config: KdaConfig) -> list[int]:
 
 
 def operand_owners(config: KdaConfig, packed: bool | None = None) -> dict[str, list[int]]:
-    """The query head that each channel of an operand belongs to; a value head belongs to the query head that serves it."""
+    """The query head that each channel of an operand belongs to (a value head: the query head that serves it)."""
     ratio = config.num_v_heads // config.num_heads
     keys = [i // config.head_dim for i in range(config.num_heads * config.head_dim)]
     values = [i // config.head_v_dim // ratio for i in range(config.num_v_heads * config.head_v_dim)]

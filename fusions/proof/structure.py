@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-
 import numpy as np
 import onnx_ir as ir
 
@@ -85,12 +84,11 @@ def _add_node(node: ir.Node, number: _Numbers, add: object) -> None:
     for graph in subgraphs_of(node):
         write("graph", [number(v) for v in graph.inputs])
         for value in graph.initializers.values():
-            tensor = value.const_value
-            if tensor is not None:
-                write("inner", number(value), tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes())
+            inner_tensor = value.const_value
+            if inner_tensor is not None:
+                shape = tuple(inner_tensor.shape)
+                write("inner", number(value), inner_tensor.dtype, shape, inner_tensor.numpy().tobytes())
         for inner in graph:
             _add_node(inner, number, add)
         write("results", [number(v) for v in graph.outputs])
     write([number(v) for v in node.outputs])
-
-

@@ -1,0 +1,123 @@
+"""One proof's region as something to run: whole or cut down to two heads, in float32 or float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ..candidate import Candidate
+from ..graph import GraphView
+from .cases import Arrays, raw_feeds, value_names
+from .extract import Cut, Extract
+from .shrink import shrink
+from .spread import HeadsMix
+
+#: Regions that would hold more than this are cut down to two heads where that can be shown to be sound.
+CUT_ABOVE = 256 << 20
+
+
+@dataclass(frozen=True)
+class ProofBudget:
+    """What one structure's proof may take: bytes (estimated beforehand) and seconds (checked between runs)."""
+
+    memory: int = 4 << 30
+    seconds: float = 60.0
+
+
+class ProofImpossible(Exception):
+    """The region can't be run on its own, or not within the budget."""
+
+
+class Problem:
+    """A region to run, whole or cut down to two heads, and the candidate and parameters that belong to it."""
+
+    def __init__(
+        self,
+        view: GraphView,
+        budget: ProofBudget,
+        candidate: Candidate,
+        extract: Extract,
+        arrays: Mapping[ir.Value, np.ndarray],
+        parameters: Arrays,
+    ) -> None:
+        self.extract = extract
+        self.arrays, self.candidate, self.parameters = arrays, candidate, parameters
+        self.cut: Cut | None = None
+        self.heads: tuple[int, ...] = ()
+        need = memory_need(extract, candidate)
+        if need > min(budget.memory, CUT_ABOVE):
+            self._cut(view, budget, need)
+        self._session = session(extract.model(self.arrays, cut=self.cut))
+        self.outputs = value_names(extract.outputs)
+        self.inputs = {i.name for i in self._session.get_inputs()}
+
+    def _cut(self, view: GraphView, budget: ProofBudget, need: int) -> None:
+        try:
+            shrunk = shrink(view, self.candidate, self.extract, self.arrays)
+        except HeadsMix as reason:
+            if need > budget.memory:
+                raise ProofImpossible(
+                    f"to run the region takes about {need / 2**30:.1f} GiB, the proof's budget is "
+                    f"{budget.memory / 2**30:.1f} GiB, and it can't be cut down ({reason}); raise the budget "
+                    "with --proof-memory, or fuse unproved with --no-verify"
+                ) from None
+            return
+        self.cut = Cut(shrunk.protos, list(shrunk.slicer.tensors.values()), shrunk.shapes)
+        self.heads = shrunk.heads
+        self.parameters = shrunk.parameters(self.candidate.config, self.parameters)
+        self.candidate = shrunk.candidate
+        left = need * len(shrunk.heads) // (max(shrunk.heads) + 1)
+        if left > budget.memory:
+            raise ProofImpossible(
+                f"two heads of the region still take about {left / 2**30:.1f} GiB; the proof's budget is "
+                f"{budget.memory / 2**30:.1f} GiB; raise it with --proof-memory, or fuse unproved "
+                "with --no-verify"
+            )
+
+    def raw(self, operands: Arrays, env: Mapping[str, int]) -> Arrays:
+        return raw_feeds(self.candidate, operands, env, None if self.cut is None else self.cut.shapes)
+
+    def run(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray]:
+        feeds = {**self.extract.shape_feeds(env), **feeds}
+        found: list[np.ndarray] = self._session.run(self.outputs, {k: v for k, v in feeds.items() if k in self.inputs})
+        return found
+
+    def exact(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray] | None:
+        """The region's results in float64, by onnx's reference implementation; None when it can't run it."""
+        from onnx.reference import ReferenceEvaluator
+
+        feeds = {**self.extract.shape_feeds(env), **feeds}
+        wide = {k: v.astype(np.float64) if v.dtype.kind == "f" else v for k, v in feeds.items()}
+        try:
+            evaluator = ReferenceEvaluator(self.extract.model(self.arrays, onnx.TensorProto.DOUBLE, self.cut))
+            known = set(evaluator.input_names)
+            return [np.asarray(r) for r in evaluator.run(None, {k: v for k, v in wide.items() if k in known})]
+        except Exception:  # an op or a type that the reference evaluator lacks: float32 decides
+            return None
+
+
+def memory_need(extract: Extract, candidate: Candidate) -> int:
+    """An estimate of the bytes that a run of the region holds at once, where its shapes are static."""
+    largest = 0
+    for node in extract.nodes:
+        for value in node.outputs:
+            if value.shape is not None and value.shape.is_static():
+                largest = max(largest, 4 * int(np.prod(value.shape.numpy() or (1,))))
+    # float32 working copies of the largest tensor: operands and result of one node, and what later nodes wait for
+    return 6 * largest
+
+
+def session(model: onnx.ModelProto) -> Any:
+    """An ONNX Runtime session on the CPU, with the model run as it is written."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.enable_mem_pattern = False
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
