@@ -21,6 +21,7 @@ from .operands import (
     is_one_token,
     operand_at,
     short,
+    with_convolutions,
 )
 from .roles import Roles, readings
 from .sites import Site
