@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -34,7 +35,7 @@ MEANING = {
 }
 
 
-def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _rows(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
