@@ -132,7 +132,7 @@ def render(findings: dict[str, Any], out: Console) -> None:
         archs = ", ".join(f"sm_{arch}" for arch in build["cuda_archs"]) or f"none: {build['cuda_note']}"
         line("", f"built with ONNX Runtime's headers from: {build['ort_headers']}; CUDA kernels: {archs}")
     if plugin["cuda"]:
-        line("", f"no CUDA device is used: {plugin['cuda']}")
+        line("", f"CUDA: {plugin['cuda']}")
     if plugin["loads"]:
         devices = [f"{device['type']} ({device['vendor']})" for device in plugin["devices"]]
         line("loads", "yes; devices: " + (", ".join(devices) or "none"))
