@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from . import show
 from .errors import DeltaFuseError
@@ -60,22 +61,16 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None
         yield None
         return
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        BarColumn(20),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=out, transient=True) as bar:
-        task = bar.add_task("start", total=None)
-        current = ""
+    with Progress(*columns, console=out, transient=True, expand=True) as bar:
+        task = bar.add_task("load", total=None)
 
         def report(stage: str, done: int, total: int) -> None:
-            nonlocal task, current
-            if stage != current:
-                bar.remove_task(task)
-                task = bar.add_task(stage, total=total or None)
-                current = stage
-            bar.update(task, completed=done, total=total or None)
+            bar.update(task, description=escape(stage), completed=done, total=total or None)
 
         yield report
 

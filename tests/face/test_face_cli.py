@@ -122,3 +122,25 @@ def test_doctor() -> None:
     assert findings["plugin"]["loads"] or findings["plugin"]["problem"]
     text = runner.invoke(app, ["doctor"])
     assert text.exit_code == 0 and "onnxruntime" in text.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "terminal", "shown"),
+    [([], True, True), ([], False, False), (["-q"], True, False), (["--json"], True, False)],
+)
+def test_progress(pipeline: FakePipeline, path: Path, options: list[str], terminal: bool, shown: bool) -> None:
+    """On stderr, on a terminal, and only there."""
+    environment = {"FORCE_COLOR": "1"} if terminal else {}
+    result = runner.invoke(app, ["inspect", str(path), *options], env=environment)
+    assert result.exit_code == 0
+    assert ("prove" in result.stderr) is shown, result.stderr
+
+
+def test_interrupt(pipeline: FakePipeline, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deltafuse.api._pipeline", lambda: interrupted)
+    result = runner.invoke(app, ["fuse", str(path), "-o", str(tmp_path / "out.onnx")])
+    assert result.exit_code == 130 and "interrupted" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["in.onnx"]
