@@ -12,6 +12,7 @@ from .kda.fuse import FuseKda
 from .passes import Pass, PassManager, Progress
 from .proof import ProofBudget
 from .result import FusionReport, PassReport
+from .rewrite import remove_unused
 
 TARGETS = ("plugin", "portable")
 
@@ -27,6 +28,7 @@ class InlineFunctions(Pass):
             return
         common.InlinePass(criteria=lambda f: f.domain == "deltafuse")(model)
         common.RemoveUnusedFunctionsPass()(model)
+        remove_unused(model)  # what stood for outputs that a call did not ask for
         common.RemoveUnusedOpsetsPass()(model)
         report.changed = True
 

@@ -26,6 +26,10 @@ _LIKE_INPUT = frozenset(
 )
 
 
+def _makes_no_tensor(op_type: str) -> bool:
+    return op_type.startswith(("SplitToSequence", "SequenceConstruct", "SequenceEmpty", "SequenceInsert", "Optional"))
+
+
 class InferTypes(Pass):
     """Run onnx's shape inference when values have no type or shape; known ones are kept."""
 
@@ -36,11 +40,14 @@ class InferTypes(Pass):
         missing = _unknown(model)
         if not missing:
             return
+        sequences = [(v, v.type, v.shape) for n in model.graph if _makes_no_tensor(n.op_type) for v in n.outputs]
         with _stand_ins(model):
             try:
                 common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
             except Exception as error:  # inference is a help, not a need: recognisers cope with unknown shapes
                 report.notes.append(f"shape inference stopped: {str(error).splitlines()[0][:200]}")
+        for value, kind, shape in sequences:  # inference gives them their elements' type
+            value.type, value.shape = kind, shape
         after = _unknown(model)
         report.matched = missing - after
         report.changed = report.matched > 0

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
-from ..graph import GraphView, attribute_int, is_op
+from ..graph import GraphView, attribute_int, is_op, static_dims
 from ..passes import Pass
 from ..result import PassReport
+
+
+def _sizes(view: GraphView, node: ir.Node) -> np.ndarray | None:
+    """Lengths of the parts: given as a list, or as one length for all but the last."""
+    given = view.array(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    if given is None:
+        return None
+    if given.ndim == 1:
+        return given.astype(np.int64)
+    dims = static_dims(node.inputs[0]) if node.inputs[0] is not None else None
+    whole = None if dims is None else dims[attribute_int(node, "axis", 0)]
+    length = int(given)
+    if whole is None or length < 1:
+        return None
+    parts = [length] * (whole // length) + ([whole % length] if whole % length else [])
+    return np.array(parts, np.int64)
 
 
 class SplitSequences(Pass):
@@ -27,9 +44,9 @@ class SplitSequences(Pass):
     @staticmethod
     def _rewrite(graph: ir.Graph, view: GraphView, node: ir.Node) -> int:
         sequence = node.outputs[0]
-        sizes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
+        sizes = _sizes(view, node)
         users = view.users(sequence)
-        if sizes is None or sizes.ndim != 1 or sequence.is_graph_output() or not users:
+        if sizes is None or sequence.is_graph_output() or not users:
             return 0
         picks: list[tuple[ir.Node, int]] = []
         for user in users:
@@ -37,9 +54,16 @@ class SplitSequences(Pass):
             if index is None:
                 return 0
             picks.append((user, int(index) % len(sizes)))
+        lengths = ir.Value(
+            name=f"{sequence.name}_sizes",
+            shape=ir.Shape([len(sizes)]),
+            type=ir.TensorType(ir.DataType.INT64),
+            const_value=ir.tensor(sizes, name=f"{sequence.name}_sizes"),
+        )
+        graph.register_initializer(lengths)
         split = ir.node(
             "Split",
-            [node.inputs[0], node.inputs[1]],
+            [node.inputs[0], lengths],
             {"axis": attribute_int(node, "axis", 0)},
             num_outputs=len(sizes),
             name=node.name,
