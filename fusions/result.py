@@ -85,6 +85,8 @@ class FusionReport:
     warnings: list[str] = field(default_factory=list)
     # filled in by deltafuse.fuse, which knows where the model came from and went to
     input_kind: str = "ir"  # "path" | "proto" | "ir" | "graphsurgeon"
+    ir_version: int = 0  # the source's
+    opsets: dict[str, int] = field(default_factory=dict)  # the source's, by domain
     output_bytes: int = 0
     output_data: str = ""  # the external data file beside output
     output_data_bytes: int = 0

@@ -101,6 +101,7 @@ def _fuse(
         raise explained from error
     done.deltafuse_version = __version__
     done.input_kind = loaded.kind
+    done.ir_version, done.opsets = loaded.model.ir_version, dict(loaded.model.opset_imports)
     done.source = str(loaded.path) if loaded.path is not None else loaded.model.graph.name or ""
     done.warnings[:0] = loaded.warnings
     done.passes.insert(0, PassReport("load", seconds=load_seconds))

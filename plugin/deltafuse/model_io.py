@@ -246,7 +246,7 @@ def _data_file_size(tensor: ir.ExternalTensor) -> int:
     if tensor.base_dir and (not inside or path.stat().st_nlink > 1):
         found = "has several hard links" if inside else f"lies outside the model's folder, at {path.resolve()}"
         raise ExternalDataError(
-            f"tensor {tensor.name!r}: its external data file {path} {found}, which onnx and ONNX Runtime refuse; "
+            f"tensor {tensor.name!r}: its external data file {path} {found}, which onnx refuses; "
             "copy the model and its data into one folder (`cp -L`)"
         )
     return path.stat().st_size

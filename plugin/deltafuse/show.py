@@ -48,12 +48,15 @@ def render(report: FusionReport, out: Console) -> None:
 
 def heading(report: FusionReport, out: Console) -> None:
     """The first lines of a report: the model, what became of it, where it was written."""
-    what = escape(report.source or "model")
+    what = f"[bold]{escape(report.source or 'model')}[/]"
+    if report.opsets:
+        others = "".join(f", {escape(domain)} {version}" for domain, version in report.opsets.items() if domain)
+        what += f" (opset {report.opsets.get('', 0)}{others}, IR {report.ir_version})"
     if report.dry_run:
-        out.print(f"[bold]{what}[/]: {report.nodes_before:,} nodes, nothing changed (dry run)")
+        out.print(f"{what}: {report.nodes_before:,} nodes, nothing changed (dry run)")
     else:
         change = f"{report.nodes_before:,} nodes before, {report.nodes_after:,} after"
-        out.print(f"[bold]{what}[/]: {change}, target {report.target}, {seconds(report.seconds)}")
+        out.print(f"{what}: {change}, target {report.target}, {seconds(report.seconds)}")
     if report.output:
         data = f" with {escape(report.output_data)} ({size(report.output_data_bytes)})" if report.output_data else ""
         out.print(f"written: [bold]{escape(report.output)}[/] ({size(report.output_bytes)}){data}")

@@ -41,6 +41,7 @@ def test_path_to_path(pipeline: FakePipeline, path: Path, tmp_path: Path) -> Non
     assert path.read_bytes() == before
     assert report.count("kda") == 2 and report.output == str(tmp_path / "out.onnx")
     assert report.source == str(path) and report.input_kind == "path"
+    assert (report.ir_version, report.opsets) == (10, {"": 20})
     properties = {p.key: p.value for p in onnx.load(tmp_path / "out.onnx").metadata_props}
     assert properties == {
         "author": "somebody",
