@@ -49,6 +49,7 @@ class FuseKda(Pass):
         prover = Prover(view, model.graph.opset_imports[""], self.budget)
         accepted: list[Accepted] = []
         taken: set[ir.Value] = set()
+        kept: dict[str, list[ir.Node]] = {}
         sites = list(find_sites(view))
         for i, site in enumerate(sites):
             if self.progress is not None:
@@ -62,11 +63,22 @@ class FuseKda(Pass):
                     report.refused.append(region.refusal)
             if found is not None:
                 taken.update(found.candidate.output_values())
+                kept[site.name] = site.anchors
                 accepted.append(found)
         report.matched = len(accepted)
         if accepted and self.apply:
             rewrite(model, view, accepted)
             report.changed = True
+            for name, anchors in kept.items():
+                if any(a.graph is not None for a in anchors):
+                    self._note_kept(name)
+
+    def _note_kept(self, name: str) -> None:
+        for region in self.regions:
+            if region.name == name:
+                region.notes.append(
+                    "the original recurrence stays beside the fused node: a value inside it is used elsewhere"
+                )
 
     def _site(self, view: GraphView, site: Site, prover: Prover) -> tuple[RegionReport | None, Accepted | None]:
         region = RegionReport("kda", site.name, "refused", region_size(site.region), site.form)

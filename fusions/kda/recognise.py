@@ -48,7 +48,8 @@ def _sound_tail(view: GraphView, site: Site, tail: Tail) -> Tail:
     """A tail whose ``o`` is a cut and is not wanted by others; else an empty one."""
     if tail.o is tail.x:
         return tail
-    if tail.o.is_graph_output() or tail.o not in cuts(view, site.region, site.x):
+    wanted = tail.o.is_graph_output() or any(u not in site.region for u in view.users(tail.o))
+    if wanted or tail.o not in cuts(view, site.region, site.x):
         return Tail(site.x, site.x)
     return tail
 
