@@ -32,7 +32,7 @@ DOMAIN = "deltafuse"
 OP_TYPE = "KimiDeltaAttention"
 VERSION = 1
 
-#: Formal inputs in order. T: float32, float16 or bfloat16, the same for all. TS: float32, float16 or bfloat16.
+#: Formal inputs in order. T: float32, float16 or bfloat16, the same for all. TS: the states' type, one of these too.
 #: B batch, S tokens, H = num_heads, HV = num_v_heads, K = head_dim, V = head_v_dim, C = 2 H K + HV V,
 #: W the convolution's width, N sequences (N = B unless ``cu_seqlens`` is given, then B = 1).
 INPUTS: dict[str, str] = {
@@ -60,7 +60,7 @@ OUTPUTS: dict[str, str] = {
 
 REQUIRED_INPUTS = ("q", "g", "beta")
 
-#: Tolerances: relative L2 norm of (result - float64 reference), by element type of T and what is computed. Never loosened.
+#: Tolerances: relative L2 norm of (result - float64 reference), by what computes and the type T. Never loosened.
 #: ``hard`` is the nearly collinear, slowly decaying case of kda-math (keys close to one direction, decay near 0).
 TOLERANCES: dict[str, dict[str, float]] = {
     "cpu": {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2, "hard_factor": 5.0},
@@ -151,14 +151,16 @@ class KdaConfig:
             if name in ("num_heads", "num_v_heads", "head_dim", "head_v_dim") or value == defaults[name]:
                 continue
             short = name.removeprefix("has_")
-            parts.append(short if value is True else f"{short}_{value!r}" if not isinstance(value, str) else f"{short}_{value}")
+            shown = "" if value is True else f"_{value}" if isinstance(value, str) else f"_{value!r}"
+            parts.append(short + shown)
         return "-".join(parts).replace(".", "p").replace("+", "")
 
     def check(self) -> Refusal | None:
         """Is the configuration one that the op defines? (Kernels may take less: see :func:`cuda_refusal`.)"""
         h, hv, k, v = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
         if min(h, hv, k, v) < 1:
-            return Refusal("geometry", f"num_heads {h}, num_v_heads {hv}, head_dim {k}, head_v_dim {v}: all must be 1 or more")
+            sizes = f"num_heads {h}, num_v_heads {hv}, head_dim {k}, head_v_dim {v}"
+            return Refusal("geometry", f"{sizes}: all must be 1 or more")
         if hv % h:
             return Refusal("heads", f"num_v_heads {hv} is not a multiple of num_heads {h}")
         if not math.isfinite(self.scale):
