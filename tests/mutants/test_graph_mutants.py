@@ -1,0 +1,61 @@
+"""A wrong layer is either left as it is, or fused into something that computes exactly the same wrong thing."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from deltafuse.fusions.pipeline import fuse_model
+from exports import library
+
+from .editor import Editor
+from .graph_mutants import MUTANTS
+
+#: Tiny inputs show where an eps stands, large ones what saturates.
+SCALES = (1e-3, 1.0, 10.0)
+TOLERANCE = 1e-4
+
+
+def inputs(base: str, scale: float) -> library.Arrays:
+    """Random inputs times ``scale``; states keep their size, so that the small inputs are seen beside them."""
+    export = library.export(base)
+    binding = {"s27": 9} if base == "kda_scan_dynT" else export.bindings[0]
+    feeds = export.feeds(binding, seed=7)
+    scaled = {"x", "cq", "ck", "cv", "past.0.conv"}
+    return {n: a * np.float32(scale) if n in scaled else a for n, a in feeds.items()}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_no_mutant_is_fused_into_something_else(name: str) -> None:
+    base, edit = MUTANTS[name]
+    original = library.export(base).proto()
+    editor = Editor(original)
+    edit(editor)
+    mutated = editor.done()
+
+    right, before = library.session(original), library.session(mutated)
+    differences = []
+    truths = {}
+    for scale in SCALES:
+        feeds = inputs(base, scale)
+        truth = library.run(before, feeds)
+        if all(np.isfinite(value).all() for value in truth.values()):  # some mistakes overflow on large inputs
+            truths[scale] = truth
+            differences.append(library.worst(truth, library.run(right, feeds))[0])
+    assert len(truths) > 1
+    assert max(differences) > 10 * TOLERANCE, "the edit changes nothing that the test could see"
+
+    report = fuse_model(ir.from_proto(mutated))
+    assert report.model is not None
+    after = library.session(report.model)
+    for scale, truth in truths.items():
+        error, output = library.worst(library.run(after, inputs(base, scale)), truth)
+        assert error <= TOLERANCE, (
+            f"{[r.status for r in report.regions]}: inputs of size {scale}: {output} is off by {error:.1e}"
+        )
+
+
+def test_the_right_layers_are_fused() -> None:
+    """The bases themselves fuse: what the mutants show is not a recogniser that refuses everything."""
+    for base in {base for base, _ in MUTANTS.values()}:
+        assert fuse_model(library.export(base).model()).count("kda") == 1, base
