@@ -52,7 +52,10 @@ class Problem:
         need = memory_need(extract, candidate)
         if need > min(budget.memory, CUT_ABOVE):
             self._cut(view, budget, need)
-        self._session = session(extract.model(self.arrays, cut=self.cut))
+        try:
+            self._session = session(extract.model(self.arrays, cut=self.cut))
+        except Exception as error:  # ORT raises types of its own: whatever it is, the region can't be run
+            raise ProofImpossible(f"ONNX Runtime does not load it: {first_line(error)}") from error
         self.outputs = value_names(extract.outputs)
         self.inputs = {i.name for i in self._session.get_inputs()}
 
@@ -110,6 +113,11 @@ def memory_need(extract: Extract, candidate: Candidate) -> int:
                 largest = max(largest, 4 * int(np.prod(value.shape.numpy() or (1,))))
     # float32 working copies of the largest tensor: operands and result of one node, and what later nodes wait for
     return 6 * largest
+
+
+def first_line(error: Exception) -> str:
+    """The telling part of an error, on one line."""
+    return " ".join(str(error).split())[:240]
 
 
 def session(model: onnx.ModelProto) -> Any:

@@ -25,7 +25,7 @@ from ..result import ProofReport
 from .cases import HOSTILE, Arrays, draw, environment, rows_and_tokens
 from .dims import UnknownDim
 from .extract import Extract, NotExtractable
-from .problem import Problem, ProofBudget, ProofImpossible, session
+from .problem import Problem, ProofBudget, ProofImpossible, first_line, session
 from .structure import structure_hash
 
 #: Worst relative L2 error between region and replacement, both in float32; ``HARD`` for the nearly collinear case.
@@ -84,7 +84,9 @@ class Prover:
         try:
             outputs = dict(zip(extract.outputs, problem.run(problem.raw(operands, env), env), strict=True))
         except Exception as error:
-            return Refusal("region-run", f"ONNX Runtime does not run the region at {tokens} tokens: {_line(error)}")
+            return Refusal(
+                "region-run", f"ONNX Runtime does not run the region at {tokens} tokens: {first_line(error)}"
+            )
         truth = reference(core.config, {**operands, **problem.parameters})
         scale = 1.0
         for name, result in core.results.items():
@@ -162,9 +164,9 @@ class Prover:
             try:
                 want = problem.run(feeds, env)
             except Exception as error:
-                entry["original"] = f"fails: {_line(error)}"
+                entry["original"] = f"fails: {first_line(error)}"
                 if not probe and length is not None and not isinstance(length, str):
-                    report.proved, report.reason = False, f"the region does not run: {_line(error)}"
+                    report.proved, report.reason = False, f"the region does not run: {first_line(error)}"
                     return report
                 continue
             if not all(np.all(np.isfinite(w)) for w in want):
@@ -305,12 +307,6 @@ def _lay_out(array: np.ndarray, result) -> list[np.ndarray]:  # type: ignore[no-
     if len(result.targets) == 1:
         return [array]
     return np.split(array, np.cumsum(result.sizes)[:-1], axis=result.axis)
-
-
-def _line(error: Exception) -> str:
-    """The telling part of an error, on one line."""
-    text = " ".join(str(error).split())
-    return text[:240]
 
 
 def prove(view: GraphView, candidate: Candidate, opset: int, budget: ProofBudget | None = None) -> ProofReport:
