@@ -63,3 +63,26 @@ def executed(running: ort.InferenceSession) -> Counter[tuple[str, str]]:
         for event in events
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
     )
+
+
+def two_calls(config: KdaConfig, inputs: Arrays, *, keep_first: bool) -> onnx.ModelProto:
+    """The op twice on the same tokens, the second from the states that the first left: outputs as of one call.
+
+    With ``keep_first`` the first call's states are also graph outputs (``first_conv``, ``first_state``, negated), so
+    the second call must not overwrite them; without, ORT may hand it the same memory for both.
+    """
+    model = call_model(config, inputs)
+    graph = model.graph
+    first = next(node for node in graph.node if node.op_type == "KimiDeltaAttention")
+    second = onnx.NodeProto()
+    second.CopyFrom(first)
+    second.name = "second"
+    between = {"conv_state": "between_conv", "initial_state": "between_state"}
+    second.input[:] = [between.get(name, name) for name in first.input]
+    first.output[:] = ["o_first", *between.values()]
+    graph.node.append(second)
+    if keep_first:
+        for name, kept in zip(between.values(), ("first_conv", "first_state"), strict=True):
+            graph.node.append(helper.make_node("Neg", [name], [kept], name=f"keep_{kept}"))
+            graph.output.append(helper.make_tensor_value_info(kept, onnx.TensorProto.FLOAT, None))
+    return model

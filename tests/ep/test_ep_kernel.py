@@ -14,7 +14,7 @@ from deltafuse.custom_ops.kda.spec import KdaConfig
 from kda.configs import CONFIGS
 
 from .call import SMALL, Arrays, call_model, draw, plugin_session, quiet, run
-from .models import LAYER, activations, as_layer, executed, layer_model
+from .models import LAYER, activations, as_layer, executed, layer_model, two_calls
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -179,3 +179,20 @@ def test_between_nodes_of_another_ep(tmp_path: Path) -> None:
         ("KimiDeltaAttention", deltafuse.get_ep_name()): 1,
         ("Mul", "CPUExecutionProvider"): 1,
     }
+
+
+@pytest.mark.parametrize("keep_first", [False, True])
+def test_states_pass_from_call_to_call(keep_first: bool) -> None:
+    inputs = draw(SMALL, 2, 6)
+    model = two_calls(SMALL, inputs, keep_first=keep_first).SerializeToString()
+    running = deltafuse.session(model, device="cpu", sess_options=quiet(), strict=True)
+    assert len(deltafuse.assignment(running).fused) == 2
+    once = {name: np.asarray(x, np.float32) for name, x in reference(SMALL, inputs).items()}
+    states = {"conv_state": once["present_conv_state"], "initial_state": once["final_state"]}
+    allowed = tolerance("cpu", "float32")
+    for _ in range(3):  # later runs take the memory plan of the first
+        assert_close(run(running, SMALL, inputs), reference(SMALL, inputs | states), allowed, "second call")
+        if keep_first:
+            conv, state = running.run(["first_conv", "first_state"], dict(inputs))
+            assert relative_error(-conv, once["present_conv_state"]) <= allowed
+            assert relative_error(-state, once["final_state"]) <= allowed

@@ -30,7 +30,7 @@ from deltafuse.custom_ops.kda.reference import reference, relative_error, tolera
 from deltafuse.custom_ops.kda.spec import KdaConfig
 from deltafuse.discovery import EP_NAME, PluginError, cuda_status
 from ep.call import Arrays, call_model, draw, quiet, run
-from ep.models import LAYER, activations, as_layer, executed, layer_model
+from ep.models import LAYER, activations, as_layer, executed, layer_model, two_calls
 
 CUDA_EP = "CUDAExecutionProvider"
 if CUDA_EP not in ort.get_available_providers():
@@ -135,6 +135,22 @@ def test_no_tokens_keep_the_states() -> None:
     assert got["o"].shape == (2, 0, 256)
     np.testing.assert_array_equal(got["final_state"], inputs["initial_state"])
     np.testing.assert_array_equal(got["present_conv_state"], inputs["conv_state"])
+
+
+@pytest.mark.parametrize("keep_first", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_states_pass_from_call_to_call(order: str, keep_first: bool) -> None:
+    inputs = draw(LAYER, 2, 6)
+    running = make(two_calls(LAYER, inputs, keep_first=keep_first).SerializeToString(), order)
+    once = {name: np.asarray(x, np.float32) for name, x in reference(LAYER, inputs).items()}
+    states = {"conv_state": once["present_conv_state"], "initial_state": once["final_state"]}
+    for _ in range(3):
+        got = run(running, LAYER, inputs)
+        assert_close(got, reference(LAYER, inputs | states), tolerance("cuda", "float32"), order)
+        if keep_first:
+            conv, state = running.run(["first_conv", "first_state"], dict(inputs))
+            assert relative_error(-conv, once["present_conv_state"]) <= tolerance("cuda", "float32")
+            assert relative_error(-state, once["final_state"]) <= tolerance("cuda", "float32")
 
 
 class Bound:
