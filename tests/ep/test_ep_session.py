@@ -204,6 +204,16 @@ def test_cuda_is_not_replaced_by_the_cpu() -> None:
         deltafuse.session(model_bytes(), device="cuda")
 
 
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
+def test_auto_warns_when_the_gpu_cannot_be_used(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[deltafuse.session.__module__]
+    monkeypatch.setattr(module, "_best_device", lambda ort, devices: ("cuda", 0, ""))
+    with pytest.warns(RuntimeWarning, match="the GPU is not used: cuda:0: this onnxruntime has no CUDA"):
+        made = deltafuse.session(model_bytes(), sess_options=quiet(), strict=True)
+    found = deltafuse.assignment(made)
+    assert found.fused and found.note.startswith("the GPU is not used")
+
+
 def test_without_the_library_bodies_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         raise PluginError("it was not built: no compiler")
