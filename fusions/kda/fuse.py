@@ -20,6 +20,9 @@ from .operands import short
 from .recognise import Reading, is_near_miss, read_site
 from .sites import Site, find_sites, region_size
 
+#: Of the refusals of several readings the most telling one is reported: a layout that does not fit says least.
+_TELLING = {"shape": 0, "proof": 1, "region-run": 1, "mismatch": 2, "budget": 3}
+
 
 class FuseKda(Pass):
     """Replace each proved KDA block by one call of ``deltafuse::KimiDeltaAttention``.
@@ -116,9 +119,11 @@ class FuseKda(Pass):
         for reading in readings:
             measured = prover.screen(reading.core)
             if isinstance(measured, Refusal):
-                if closest is None or closest.code in ("shape", "proof"):
+                if closest is None or _TELLING.get(measured.code, 1) > _TELLING.get(closest.code, 1):
                     closest = measured
                 region.refusal = closest
+                if measured.code == "budget":
+                    return
                 continue
             scale = snap_scale(view, reading.core, measured)
             if scale is None:

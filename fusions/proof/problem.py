@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,10 @@ class ProofImpossible(Exception):
     """The region can't be run on its own, or not within the budget."""
 
 
+class OutOfTime(ProofImpossible):
+    """The proof's time budget ran out."""
+
+
 class Problem:
     """A region to run, whole or cut down to two heads, and the candidate and parameters that belong to it."""
 
@@ -45,7 +51,8 @@ class Problem:
         arrays: Mapping[ir.Value, np.ndarray],
         parameters: Arrays,
     ) -> None:
-        self.extract = extract
+        self.extract, self.budget = extract, budget
+        self.deadline = time.perf_counter() + budget.seconds
         self.arrays, self.candidate, self.parameters = arrays, candidate, parameters
         self.cut: Cut | None = None
         self.heads: tuple[int, ...] = ()
@@ -86,9 +93,33 @@ class Problem:
         return raw_feeds(self.candidate, operands, env, None if self.cut is None else self.cut.shapes)
 
     def run(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray]:
+        """The region's results in float32.
+
+        Raises:
+            OutOfTime: the budget ran out during the run.
+        """
+        import onnxruntime as ort
+
         feeds = {**self.extract.shape_feeds(env), **feeds}
-        found: list[np.ndarray] = self._session.run(self.outputs, {k: v for k, v in feeds.items() if k in self.inputs})
-        return found
+        options = ort.RunOptions()
+        left = self.deadline - time.perf_counter()
+        timer = threading.Timer(max(left, 0.0), lambda: setattr(options, "terminate", True))
+        timer.daemon = True
+        timer.start()
+        try:
+            found: list[np.ndarray] = self._session.run(
+                self.outputs, {k: v for k, v in feeds.items() if k in self.inputs}, options
+            )
+            return found
+        except Exception as error:
+            if options.terminate:
+                raise OutOfTime(
+                    f"the proof took longer than its budget of {self.budget.seconds:g} s; raise it with "
+                    "--proof-seconds, or fuse unproved with --no-verify"
+                ) from error
+            raise
+        finally:
+            timer.cancel()
 
     def exact(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray] | None:
         """The region's results in float64, by onnx's reference implementation; None when it can't run it."""

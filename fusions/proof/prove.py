@@ -25,7 +25,7 @@ from ..result import ProofReport
 from .cases import HOSTILE, Arrays, draw, environment, rows_and_tokens
 from .dims import UnknownDim
 from .extract import Extract, NotExtractable
-from .problem import Problem, ProofBudget, ProofImpossible, first_line, session
+from .problem import OutOfTime, Problem, ProofBudget, ProofImpossible, first_line, session
 from .structure import structure_hash
 
 #: Worst relative L2 error between region and replacement, both in float32; ``HARD`` for the nearly collinear case.
@@ -72,6 +72,8 @@ class Prover:
             if key not in self._screens:
                 self._screens[key] = self._screen(core, extract)
             return self._screens[key]
+        except OutOfTime as error:
+            return Refusal("budget", str(error))
         except (NotExtractable, UnknownDim, ProofImpossible, ValueError) as error:
             return Refusal("proof", f"the region can't be run on its own: {error}")
 
@@ -83,6 +85,8 @@ class Prover:
         operands = draw(core.config, rows, tokens, self.seed, "normal")
         try:
             outputs = dict(zip(extract.outputs, problem.run(problem.raw(operands, env), env), strict=True))
+        except ProofImpossible:
+            raise
         except Exception as error:
             return Refusal(
                 "region-run", f"ONNX Runtime does not run the region at {tokens} tokens: {first_line(error)}"
@@ -163,6 +167,8 @@ class Prover:
             feeds = problem.raw(operands, env)
             try:
                 want = problem.run(feeds, env)
+            except ProofImpossible:
+                raise
             except Exception as error:
                 entry["original"] = f"fails: {first_line(error)}"
                 if not probe and length is not None and not isinstance(length, str):
