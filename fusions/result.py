@@ -34,6 +34,7 @@ class ProofReport:
     reason: str = ""
     cases: list[dict[str, Any]] = field(default_factory=list)
     heads: list[int] = field(default_factory=list)
+    out_of_time: bool = False
 
 
 @dataclass

@@ -95,6 +95,8 @@ class FuseKda(Pass):
             if proof is not None and not proof.proved:
                 refusal = refusal or Refusal("unproved", proof.reason, site.name)
                 region.proof = region.proof or proof
+                if proof.out_of_time:
+                    break
                 continue
             try:
                 parameters = prover.parameters(candidate)
