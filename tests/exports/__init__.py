@@ -1,1 +1,1 @@
-"""Real exports for the tests: the loader (``library``), the scrubber (``strip``), cloning (``grow``), and the makers."""
+"""Real exports for tests: the loader (``library``), the scrubber (``strip``), cloning (``grow``), the makers."""

@@ -1,6 +1,6 @@
 """Make a deep model out of a shallow export by repeating its layers, for tests of size and of growth.
 
-Usage as a program: ``python grow.py IN.onnx OUT.onnx 0 0 0 0 0 1`` (which layer of IN each layer of OUT copies).
+Usage as a program: ``python -m exports.grow IN.onnx OUT.onnx 0 0 0 0 0 1`` (what each layer copies).
 """
 
 from __future__ import annotations

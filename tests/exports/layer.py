@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-Tensor = torch.Tensor
-Core = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Core = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, g, beta, state) -> (output, state)
 Step = Core
 
 
@@ -246,9 +245,9 @@ class Layer(nn.Module):
         """Names of the arguments after x."""
         c = self.choice
         convs = ["conv"] if c.conv == "packed" else ["conv_q", "conv_k", "conv_v"]
-        return (
-            ["log_decay"] * (c.decay == "input") + ["past_state"] * (c.state == "io") + [f"past_{n}" for n in convs] * c.conv_state
-        )
+        optional = {"log_decay": c.decay == "input", "past_state": c.state == "io"}
+        optional |= {f"past_{n}": c.conv_state for n in convs}
+        return [name for name, given in optional.items() if given]
 
     def output_names(self) -> list[str]:
         """Names of the outputs."""

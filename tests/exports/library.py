@@ -96,9 +96,7 @@ def export(name: str) -> Export:
 def names(tag: str = "", *, kda: bool | None = None) -> list[str]:
     """Names of the exports, all or those with this tag; ``kda`` picks those with or without KDA layers."""
     return [
-        e.name
-        for e in all_exports().values()
-        if (not tag or tag in e.tags) and (kda is None or bool(e.kda) == kda)
+        e.name for e in all_exports().values() if (not tag or tag in e.tags) and (kda is None or bool(e.kda) == kda)
     ]
 
 
@@ -124,7 +122,7 @@ def feeds_for(
         if value.name in given:
             continue
         declared = (shapes or {}).get(value.name) or shape_of(value)
-        shape = [d if isinstance(d, int) else int(eval(d, {"__builtins__": {}}, dict(binding))) for d in declared]  # noqa: S307
+        shape = [d if isinstance(d, int) else int(eval(d, {"__builtins__": {}}, dict(binding))) for d in declared]
         dtype = NUMPY_TYPES[value.type.tensor_type.elem_type]
         if np.issubdtype(dtype, np.integer):
             result[value.name] = rng.integers(3, 60, shape).astype(dtype)
@@ -190,7 +188,7 @@ def real_layer(name: str, seed: int = 0) -> onnx.ModelProto:
 
 
 def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model with every float16 and bfloat16 made float32: stock ORT's CPU has no kernels for most bfloat16 ops.
+    """The same model with every float16 and bfloat16 made float32: ORT's CPU has few kernels for bfloat16.
 
     Weights keep their rounded values; what is left of half precision is nothing, so results are those of exact weights.
     """

@@ -1,22 +1,26 @@
 """Exports by transformers' own ``OnnxExporter``, with and without its fusions for ORT.
 
-Usage: ``python make_hf.py [NAME ...]`` with torch and transformers; no names means all.
+Usage: ``python -m exports.make_hf [NAME ...]`` with torch and transformers; no names means all.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import lzma
 import sys
 import time
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import torch
-from make_transformers import renamed
-from pack import pack, truth_file
-from processed import optimize_for_ort
 from torch.utils import _pytree as pytree
-from torch_side import array, bailing, flat_cache, ids, kimi
+
+from .make_transformers import renamed
+from .pack import DATA, INDEX, pack, truth_file
+from .processed import optimize_for_ort
+from .torch_side import array, bailing, flat_cache, ids, kimi
 
 MODELS = {"bailing": bailing, "kimi": kimi}
 
@@ -52,8 +56,8 @@ def export_hf(name: str, family: str, tokens: int, past: int = 0, *, dynamic: bo
         fed = dict(zip((i.name for i in proto.graph.input), map(array, tensors(inputs)), strict=True))
         with torch.no_grad():
             out = model(**copy.deepcopy(inputs))
-        results = [out.logits, *flat_cache(out.cache)]
-        cases[f"T{length}p{before}"] = fed, dict(zip((o.name for o in proto.graph.output), map(array, results), strict=True))
+        results = map(array, [out.logits, *flat_cache(out.cache)])
+        cases[f"T{length}p{before}"] = fed, dict(zip((o.name for o in proto.graph.output), results, strict=True))
     shapes: dict[str, list[int | str]] = {}
     bindings: list[dict[str, int]] = [{}]
     if dynamic and past:
@@ -81,12 +85,6 @@ def export_hf(name: str, family: str, tokens: int, past: int = 0, *, dynamic: bo
 
 def onnxscript_fused(name: str, source: str) -> None:
     """An export after onnxscript's ``optimize_for_ort``, kept because that takes long on a chunked prompt."""
-    import lzma
-
-    import onnx
-    from pack import DATA, INDEX
-    import json
-
     entry = json.loads(INDEX.read_text())[source]
     model = onnx.load_from_string(lzma.decompress((DATA / entry["file"]).read_bytes()))
     keep = ("kda", "form", "bindings", "beyond", "shapes", "truth", "loads", "tolerance")

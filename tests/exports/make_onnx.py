@@ -1,14 +1,18 @@
 """Models that use ONNX's own ``LinearAttention`` and ``CausalConvWithState`` (opset 27), written as ONNX text.
 
-Usage: ``python make_onnx.py``. Needs no torch. Which of them is KDA is decided by ``update_rule`` and the decay's shape.
+Usage: ``python -m exports.make_onnx``. Needs no torch.
+``update_rule`` and the decay's shape say which of them is KDA.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 from onnx import numpy_helper, parser
-from pack import pack
+
+from .pack import pack
 
 D, H, K, V = 24, 3, 8, 8
 KEYS, VALUES = H * K, H * V
@@ -25,8 +29,10 @@ GATE = """
     b_raw = MatMul(x, w_b)
     beta = Sigmoid(b_raw)
 """
-SOFTPLUS_GATE = GATE.replace("scaled = Mul(by_head, rate)\n    sig = Sigmoid(scaled)\n    decay4 = Mul(sig, bound)",
-                             "soft = Softplus(by_head)\n    grown = Mul(soft, rate)\n    decay4 = Neg(grown)")
+SOFTPLUS_GATE = GATE.replace(
+    "scaled = Mul(by_head, rate)\n    sig = Sigmoid(scaled)\n    decay4 = Mul(sig, bound)",
+    "soft = Softplus(by_head)\n    grown = Mul(soft, rate)\n    decay4 = Neg(grown)",
+)
 NORM = """
     o4 = Reshape(o, heads_v)
     normed = RMSNormalization <axis = -1, epsilon = 1e-5> (o4, w_norm)
@@ -70,12 +76,19 @@ def la(extra: str = "", state: str = "past_state", out: str = "present_state", d
 
 STATES = f"float[B,{H},{K},{V}] past_state"
 CONVS = ", ".join(f"float[B,{KEYS if n != 'v' else VALUES},3] past_{n}" for n in "qkv")
+QKV = f"float[B,T,{KEYS}] q, float[B,T,{KEYS}] k, float[B,T,{VALUES}] v"
 CONVS_OUT = CONVS.replace("past", "present")
-MODELS: dict[str, dict] = {
+MODELS: dict[str, dict[str, Any]] = {
     "la27_prompt": dict(
         inputs=f"float[B,T,{D}] x, {STATES}, {CONVS}",
         outputs=f"float[B,T,{D}] y, {STATES.replace('past', 'present')}, {CONVS_OUT}",
-        body=three_convs() + l2("q", "q_v") + l2("k", "k_v") + "    v = Identity(v_v)\n" + GATE + la('update_rule = "gated_delta"') + NORM,
+        body=three_convs()
+        + l2("q", "q_v")
+        + l2("k", "k_v")
+        + "    v = Identity(v_v)\n"
+        + GATE
+        + la('update_rule = "gated_delta"')
+        + NORM,
         made="three CausalConvWithState, LinearAttention with states, gated norm",
         kda=1,
     ),
@@ -96,7 +109,7 @@ MODELS: dict[str, dict] = {
         kda=1,
     ),
     "la27_bare": dict(
-        inputs=f"float[B,T,{KEYS}] q, float[B,T,{KEYS}] k, float[B,T,{VALUES}] v, float[B,T,{KEYS}] decay, float[B,T,{H}] beta",
+        inputs=f"{QKV}, float[B,T,{KEYS}] decay, float[B,T,{H}] beta",
         outputs=f"float[B,T,{VALUES}] o",
         body=la("scale = 0.25", state="", out="unused"),
         made="LinearAttention alone, everything a graph input, no state",
@@ -131,7 +144,7 @@ def weights() -> dict[str, np.ndarray]:
         "c_q": draw(KEYS, 1, 4), "c_k": draw(KEYS, 1, 4), "c_v": draw(VALUES, 1, 4),
         "w_norm": 1 + 0.2 * draw(V),
         "rate": np.exp(rng.random((H, 1)) * 0.8).astype(np.float32),
-        "bound": np.float32(-5.0), "tiny": np.float32(1e-6), "half": np.float32(K**-0.5),
+        "bound": np.array(-5.0, np.float32), "tiny": np.array(1e-6, np.float32), "half": np.array(K**-0.5, np.float32),
         "last": np.array([-1], np.int64), "flat": np.array([0, 0, -1], np.int64),
         "heads_k": np.array([0, 0, H, K], np.int64), "heads_v": np.array([0, 0, H, V], np.int64),
     }  # fmt: skip
@@ -146,7 +159,11 @@ def main() -> None:
         used = {i for node in model.graph.node for i in node.input}
         model.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), n) for n, a in store.items() if n in used)
         onnx.checker.check_model(model, full_check=True)
-        along = [{"B": 1, "T": 1}, {"B": 2, "T": 5}, {"B": 1, "T": 70}] if ",T," in entry["inputs"] else [{"B": 1}, {"B": 3}]
+        along = (
+            [{"B": 1, "T": 1}, {"B": 2, "T": 5}, {"B": 1, "T": 70}]
+            if ",T," in entry["inputs"]
+            else [{"B": 1}, {"B": 3}]
+        )
         form = "linear-attention" if entry["kda"] else ""
         pack(model, name, made=entry["made"], kda=entry["kda"], form=form, bindings=along, tags=("onnx27",))
 

@@ -1,6 +1,6 @@
 """Repack the shared archive of exports (``graphs.tar.xz``, unpacked) and the real-size layers.
 
-Usage: ``python make_shared.py FOLDER_OF_GRAPHS FOLDER_OF_LAYERS``. Needs no torch.
+Usage: ``python -m exports.make_shared FOLDER_OF_GRAPHS FOLDER_OF_LAYERS``. Needs no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from pack import DATA, pack, truth_file
+
+from .pack import DATA, pack, truth_file
 
 PAST = [{"past": 9}, {"past": 21}]
 GROUPED = "transformers 5.24 OnnxExporter, experts grouped_mm, dynamic cache"
@@ -73,7 +74,12 @@ def main(graphs: Path, layers: Path) -> None:
     lengths = [{"s27": t} for t in (1, 5, 8, 33, 100)]
     add("kda_scan_dynT", made=f"{HAND}, torch scan", kda=1, form="scan", bindings=lengths, tags=("shared", "layer"))
     add(
-        "kda_while_dynT", made=f"{HAND}, torch while_loop", kda=1, form="loop", bindings=lengths, tags=("shared", "layer")
+        "kda_while_dynT",
+        made=f"{HAND}, torch while_loop",
+        kda=1,
+        form="loop",
+        bindings=lengths,
+        tags=("shared", "layer"),
     )
     add("kda_decode_T1", made=f"{HAND}, one token, states", kda=1, form="recurrent", tags=("shared", "layer", "decode"))
     none = dict(kda=0, tags=("shared", "no-kda"))

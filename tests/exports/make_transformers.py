@@ -1,6 +1,6 @@
 """Exports of transformers' models: Kimi-Linear, Bailing (Ling 3), GLM-5-next; prompts and steps, many ways.
 
-Usage: ``python make_transformers.py [NAME ...]`` with torch and transformers; no names means all.
+Usage: ``python -m exports.make_transformers [NAME ...]`` with torch and transformers; no names means all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch.export import Dim
-from torch_side import Logits, PrefillWithStates, StepWithStates, bailing, export, flat_cache, glm5, ids, kimi
+
+from .torch_side import Logits, PrefillWithStates, StepWithStates, bailing, export, flat_cache, glm5, ids, kimi
 
 MAKERS: dict[str, Any] = {}
 
@@ -97,9 +98,7 @@ def kimi_decode_op23() -> None:
     step(kimi(), "kimi_decode_op23", opset=23, made="KimiLinearForCausalLM, one token, states in and out")
 
 
-def step(
-    model: torch.nn.Module, name: str, tokens: int = 1, batch: int = 1, made: str = "", **entry: Any
-) -> None:
+def step(model: torch.nn.Module, name: str, tokens: int = 1, batch: int = 1, made: str = "", **entry: Any) -> None:
     """A step with states in and out; the MLA cache's length is the symbol ``past``."""
     ins, outs = state_names(model)
     past = past_of(model, 9, batch)
@@ -120,7 +119,14 @@ def step(
 @maker
 def bailing_softplus_prefill() -> None:
     model = bailing(kda_safe_gate=False)
-    prompt(model, "bailing_softplus_prefill", made="Bailing, kda_safe_gate off, T 12", kda=1, form="chunked", tags=("prefill",))
+    prompt(
+        model,
+        "bailing_softplus_prefill",
+        made="Bailing, kda_safe_gate off, T 12",
+        kda=1,
+        form="chunked",
+        tags=("prefill",),
+    )
 
 
 @maker
@@ -130,7 +136,16 @@ def bailing_bound3_decode() -> None:
 
 @maker
 def bailing_batch3_prefill() -> None:
-    prompt(bailing(), "bailing_batch3_prefill", 9, 3, made="Bailing, batch 3, T 9", kda=1, form="chunked", tags=("prefill",))
+    prompt(
+        bailing(),
+        "bailing_batch3_prefill",
+        9,
+        3,
+        made="Bailing, batch 3, T 9",
+        kda=1,
+        form="chunked",
+        tags=("prefill",),
+    )
 
 
 @maker
@@ -289,12 +304,14 @@ def opsets() -> None:
         step(bailing(), f"bailing_decode_op{version}", opset=version, made=f"Bailing, one token, opset {version}")
     for version in (18, 24):
         name = f"kimi_prefill_op{version}"
-        prompt(kimi(), name, opset=version, made=f"Kimi, T 12, opset {version}", kda=1, form="chunked", tags=("prefill",))
+        prompt(
+            kimi(), name, opset=version, made=f"Kimi, T 12, opset {version}", kda=1, form="chunked", tags=("prefill",)
+        )
 
 
 @maker
 def halves() -> None:
-    """float16 and bfloat16. bfloat16 at opset 23 has the RMSNormalization with a float32 scale that no checker takes."""
+    """float16 and bfloat16. At opset 23 their RMSNormalization has a float32 scale, which no checker takes."""
     for kind, suffix in ((torch.float16, "f16"), (torch.bfloat16, "bf16")):
         for version in (20, 23):
             model, twin = bailing().to(kind), bailing().to(kind).float()
@@ -337,7 +354,9 @@ def widened_past(model: torch.nn.Module) -> Any:
 
 @maker
 def glm5_prefill() -> None:
-    prompt(glm5(), "glm5_prefill", made="Glm5NextTextModel, 2 KDA layers, T 12", kda=2, form="chunked", tags=("prefill",))
+    prompt(
+        glm5(), "glm5_prefill", made="Glm5NextTextModel, 2 KDA layers, T 12", kda=2, form="chunked", tags=("prefill",)
+    )
 
 
 @maker

@@ -37,7 +37,7 @@ def scrub(model: onnx.ModelProto) -> None:
 
 def truth_file(name: str, cases: dict[str, tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]) -> str:
     """Save inputs and true outputs of each case; the arrays are ``<case>|in|<name>`` and ``<case>|out|<name>``."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for case, (inputs, outputs) in cases.items():
         arrays.update({f"{case}|in|{key}": value for key, value in inputs.items()})
         arrays.update({f"{case}|out|{key}": value for key, value in outputs.items()})

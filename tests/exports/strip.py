@@ -1,6 +1,6 @@
-"""Take every name and every piece of metadata off a model: what is left is structure, weights and the graph's interface.
+"""Take all names and metadata off a model: what is left is structure, weights and the graph's interface.
 
-Usage as a program: ``python strip.py IN.onnx OUT.onnx [--drop-shapes]``.
+Usage as a program: ``python -m exports.strip IN.onnx OUT.onnx [--drop-shapes]``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ def strip(model: onnx.ModelProto, *, shapes: bool = True) -> onnx.ModelProto:
     """A copy in which only the graph's inputs and outputs have names with a meaning.
 
     Every other value, initializers included, becomes ``v0``, ``v1``, ... in order of first appearance (anew in every
-    subgraph's own scope); node names, doc strings and all ``metadata_props`` go. Without ``shapes`` value_info goes too.
+    subgraph's own scope); node names, doc strings and all ``metadata_props`` go.
+    Without ``shapes`` value_info goes too.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -42,7 +43,7 @@ def _bare(item: Any) -> None:
 
 
 def _graph(graph: onnx.GraphProto, names: dict[str, str], numbers: Iterator[int], shapes: bool) -> None:
-    """Rename in place; ``names`` maps outer values, and gets this graph's own. ONNX forbids shadowing, so one map serves."""
+    """Rename in place; ``names`` maps outer values and gets this graph's own: ONNX forbids shadowing."""
 
     def fresh(name: str) -> str:
         if name and name not in names:

@@ -18,7 +18,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from pack import pack, truth_file
+
+from .pack import pack, truth_file
 
 warnings.filterwarnings("ignore")
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -261,7 +262,10 @@ def export(
         if after:
             model = after(model)
     except Exception as reason:
-        print(f"{name}: FAILED after {time.time() - started:.0f} s: {type(reason).__name__}: {str(reason)[:1500]}", flush=True)
+        print(
+            f"{name}: FAILED after {time.time() - started:.0f} s: {type(reason).__name__}: {str(reason)[:1500]}",
+            flush=True,
+        )
         return None
     file = ""
     if truth:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import onnx
@@ -16,9 +16,13 @@ Arrays = library.Arrays
 OP = ("deltafuse", "KimiDeltaAttention")
 
 
-@lru_cache(maxsize=None)
 def fused(name: str, stripped: bool = False) -> tuple[onnx.ModelProto, FusionReport, onnx.ModelProto]:
-    """(the export, the report, the fused model); treat all three as read-only."""
+    """(the export, the report, the fused model); treat all three as read-only. Made once in a run of the tests."""
+    return _fused(name, stripped)
+
+
+@cache
+def _fused(name: str, stripped: bool) -> tuple[onnx.ModelProto, FusionReport, onnx.ModelProto]:
     before = library.export(name).proto()
     if stripped:
         before = strip(before)
@@ -64,12 +68,14 @@ def valid(model: onnx.ModelProto) -> bool:
     return True
 
 
-def same(before: onnx.ModelProto, after: onnx.ModelProto, feeds: Arrays, tolerance: float = 1e-4) -> None:
-    """Both models give the same on these inputs under stock ORT."""
-    truth, found = library.run(before, feeds), library.run(after, feeds)
-    assert list(found) == list(truth)
-    for name, value in truth.items():
-        assert np.isfinite(value).all(), f"the test's own input makes {name} not finite"
-        assert found[name].dtype == value.dtype
-        error = library.error(found[name], value)
-        assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
+def same(before: onnx.ModelProto, after: onnx.ModelProto, *feeds: Arrays, tolerance: float = 1e-4) -> None:
+    """Both models give the same on each of these inputs under stock ORT."""
+    first, second = library.session(before), library.session(after)
+    for inputs in feeds:
+        truth, found = library.run(first, inputs), library.run(second, inputs)
+        assert list(found) == list(truth)
+        for name, value in truth.items():
+            assert np.isfinite(value).all(), f"the test's own input makes {name} not finite"
+            assert found[name].dtype == value.dtype
+            error = library.error(found[name], value)
+            assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"

@@ -1,4 +1,4 @@
-"""Files that are no models, and models that are odd around or inside a KDA block: a clear message or a correct result."""
+"""Files that are no models, and models odd around or inside a KDA block: a clear message or a correct result."""
 
 from __future__ import annotations
 
@@ -183,7 +183,21 @@ def test_unknown_operators_are_left_alone(where: list[str]) -> None:
 # ---- values inside a block that others want too
 
 
-INNER = ["silu", "transpose_1", "view_1", "mul_3", "add", "softplus", "mul", "sigmoid", "mul_6", "sub", "einsum_1", "mul_9", "sigmoid_1"]
+INNER = [
+    "silu",
+    "transpose_1",
+    "view_1",
+    "mul_3",
+    "add",
+    "softplus",
+    "mul",
+    "sigmoid",
+    "mul_6",
+    "sub",
+    "einsum_1",
+    "mul_9",
+    "sigmoid_1",
+]
 
 
 @pytest.mark.parametrize("value", INNER)
@@ -210,8 +224,7 @@ def test_a_scan_whose_rows_another_node_reads() -> None:
     editor.expose(editor.make("Neg", "getitem_1"), "getitem_1")
     before = editor.done()
     _, after = kit.fuse(before)
-    for tokens in (1, 9):
-        kit.same(before, after, library.export("kda_scan_dynT").feeds({"s27": tokens}))
+    kit.same(before, after, *(library.export("kda_scan_dynT").feeds({"s27": tokens}) for tokens in (1, 9)))
 
 
 # ---- weights
@@ -248,8 +261,7 @@ def test_weights_that_are_inputs_are_not_constants(name: str, default: bool) -> 
         model.graph.initializer.remove(tensor)
     feeds = library.export(STEP).feeds()
     _, after = kit.fuse(model)
-    for factor in (1.0, 1.7):
-        kit.same(model, after, {**feeds, name: np.asarray(value * factor, np.float32)})
+    kit.same(model, after, *({**feeds, name: np.asarray(value * factor, np.float32)} for factor in (1.0, 1.7)))
 
 
 # ---- other oddities
@@ -346,7 +358,7 @@ def test_a_value_that_bears_the_fused_nodes_names() -> None:
     outputs = {o.name for o in model.graph.output}
     for name in (n for n in fresh if n and n not in outputs):
         if not any(name in node.output for node in editor.graph.node):
-            editor.graph.initializer.append(onnx.numpy_helper.from_array(np.float32([1.0]), name))
+            editor.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(1, np.float32), name))
             extra = editor.make("Neg", name)
             editor.graph.output.append(helper.make_tensor_value_info(extra, TensorProto.FLOAT, [1]))
     before = editor.done()

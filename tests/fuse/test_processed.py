@@ -17,7 +17,11 @@ PLAN = (
     + [("bailing_prefill_static_op23", tool) for tool in ("ort_extended", "onnxscript_converted")]
     + [("bailing_prefill_dynauto_batched", "ort_all")]
     + [("chunk16_T32_beta2", "ort_extended"), ("kda_stack_T8", "ort_all"), ("kda_stack_T8", "optimize_for_ort")]
-    + [(name, tool) for name in ("kda_scan_dynT", "kda_while_dynT") for tool in ("ort_all", "optimize_for_ort", "onnx_converted")]
+    + [
+        (name, tool)
+        for name in ("kda_scan_dynT", "kda_while_dynT")
+        for tool in ("ort_all", "optimize_for_ort", "onnx_converted")
+    ]
     + [("decode_conv3_native_op23", tool) for tool in ORT]
     + [("bailing_decode_f16_op20", tool) for tool in ("ort_all", "optimize_for_ort", "onnx_converted")]
 )
@@ -32,10 +36,9 @@ def test_layers_are_found_after(name: str, tool: str) -> None:
     assert report.count("kda") == export.kda, kit.why(report)
     if kit.valid(before):
         onnx.checker.check_model(after)
-    for binding in export.bindings[:2]:
-        feeds = export.feeds(binding)
-        kit.same(before, after, feeds, export.tolerance)
-        kit.same(original, after, feeds, export.tolerance)
+    feeds = [export.feeds(binding) for binding in export.bindings[:2]]
+    kit.same(before, after, *feeds, tolerance=export.tolerance)
+    kit.same(original, after, *feeds, tolerance=export.tolerance)
 
 
 def test_the_tools_do_what_they_are_here_for() -> None:
