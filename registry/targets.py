@@ -74,3 +74,25 @@ def refusal(op: str, target: str, ort_version: str) -> Refusal | None:
 def can_run(op: str, target: str, ort_version: str) -> bool:
     """Can a model fused for ``target`` run its ``op`` on this ONNX Runtime? (:func:`refusal` says why not.)"""
     return refusal(op, target, ort_version) is None
+
+
+#: The oldest ONNX Runtime whose com.microsoft domain has an op, as its CPU builds list them. LinearAttention has a float32
+#: CPU kernel and float32 and float16 CUDA kernels in all of them; GatedDeltaNet has a CPU kernel from 1.32 on.
+ORT_OPS: dict[str, tuple[int, int]] = {
+    "LinearAttention": (1, 27),
+    "CausalConvWithState": (1, 27),
+    "QMoE": (1, 27),
+    "GatedRMSNorm": (1, 29),
+    "GatedDeltaNet": (1, 30),
+}
+
+
+def ort_op_refusal(op_type: str, ort_version: tuple[int, int]) -> Refusal | None:
+    """Why this ONNX Runtime does not have the com.microsoft op, or None where it has."""
+    first = ORT_OPS.get(op_type)
+    if first is None:
+        return Refusal("ort-op", f"com.microsoft::{op_type}: no known ONNX Runtime has it")
+    if ort_version < first:
+        needs, has = (".".join(map(str, version)) for version in (first, ort_version))
+        return Refusal("ort-version", f"com.microsoft::{op_type} needs ONNX Runtime {needs} or newer, this is {has}")
+    return None

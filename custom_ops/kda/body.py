@@ -141,6 +141,28 @@ class _Body:
             beta = b.mul(beta, b.const(float(config.beta_scale)))
         state = self.start_state(b, x)
 
+        o, after = self.recurrence(b, q, k, v, g, beta, state)
+        after = b.reshape(after, [0, heads * repeats, key_dim, value_dim])
+        if config.state_layout == "VK":
+            after = b.swap_last(after, 4)
+        return self.finish(b, o, x.gate), conv_state, after
+
+    def recurrence(
+        self,
+        b: GraphBuilder,
+        q: ir.Value,
+        k: ir.Value,
+        v: ir.Value,
+        g: ir.Value,
+        beta: ir.Value,
+        state: ir.Value,
+    ) -> tuple[ir.Value, ir.Value]:
+        """The delta rule: outputs [B, T, H, R, V] and the last state [B, H, R, K, V].
+
+        q, k: [B, T, H, 1, K], q scaled.  v: [B, T, H, R, V].  g: [B, T, H, R, K].  beta: [B, T, H, R, 1].
+        """
+        heads, repeats = self.config.num_heads, self.repeats
+
         def token(inner: GraphBuilder) -> list[ir.Value]:
             # The slice changes nothing at run time; it keeps this branch well typed where T is known not to be 1.
             first = [inner.transpose(inner.slice(y, 1, 0, 1), [0, 2, 3, 1, 4]) for y in (q, k, v, g, beta)]
@@ -148,7 +170,7 @@ class _Body:
             return [inner.transpose(o, [0, 3, 1, 2, 4]), after]
 
         def prompt(inner: GraphBuilder) -> list[ir.Value]:
-            chunks = Chunks(self.chunk, key_dim, value_dim)
+            chunks = Chunks(self.chunk, self.config.head_dim, self.config.head_v_dim)
             return list(
                 many_tokens(
                     inner, q, k, v, g, beta, state, heads=heads, repeats=repeats, chunks=chunks, hoist=self.hoist
@@ -163,10 +185,7 @@ class _Body:
             single = b.op("Equal", b.squeeze(b.dim(v, 1), 0), b.const(1))
             branches = {"then_branch": b.subgraph("token", [], token), "else_branch": b.subgraph("prompt", [], prompt)}
             o, after = b.ops("If", [single], 2, **branches)
-        after = b.reshape(after, [0, heads * repeats, key_dim, value_dim])
-        if config.state_layout == "VK":
-            after = b.swap_last(after, 4)
-        return self.finish(b, o, x.gate), conv_state, after
+        return o, after
 
     def start_state(self, b: GraphBuilder, x: _Operands) -> ir.Value:
         """[B, H, R, K, V]."""

@@ -16,11 +16,12 @@ class NodeAssignment:
     """One node.
 
     Attributes:
-        ep: the EP that runs it; "" for a deltafuse node that no EP took: its ONNX body was inlined instead.
+        ep: the EP that runs it; "" for a deltafuse node that the plugin EP did not take.
         domain: its domain, "" for ONNX's own.
         op_type: its operator.
         name: its name, may be ""; for a refused node without a name, its first output.
         reason: why the plugin EP did not take it, "" otherwise.
+        runs_as: onnxruntime's op that runs in its place, and where; "" where its ONNX body was inlined instead.
     """
 
     ep: str
@@ -28,10 +29,11 @@ class NodeAssignment:
     op_type: str
     name: str
     reason: str = ""
+    runs_as: str = ""
 
     def __str__(self) -> str:
         op = f"{self.domain}::{self.op_type}" if self.domain else self.op_type
-        where = self.ep or f"inlined ({self.reason})"
+        where = self.ep or f"{self.runs_as or 'inlined'} ({self.reason})"
         return f"{op} {self.name!r}: {where}"
 
 
@@ -65,7 +67,7 @@ class Assignment(list[NodeAssignment]):
         return dict(Counter(node.ep for node in self))
 
     def __str__(self) -> str:
-        lines = [f"{ep or 'inlined'}: {count} nodes" for ep, count in self.counts().items()]
+        lines = [f"{ep or 'refused by the plugin'}: {count} nodes" for ep, count in self.counts().items()]
         lines += [f"  {node}" for node in self if node.domain == DOMAIN]
         return "\n".join(([self.note] if self.note else []) + lines)
 

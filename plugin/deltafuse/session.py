@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from . import fallback
 from .assigned import Assignment, NodeAssignment, model_calls
 from .discovery import EP_NAME, PluginError, get_library_path, refusals
 from .errors import DeltaFuseError, OptionError, OrtError
+from .placement import checked_stream
 
 MIN_ORT = (1, 27)
 CUDA_EP = "CUDAExecutionProvider"
@@ -29,6 +31,8 @@ _RECORD_ENTRY = "session.record_ep_graph_assignment_info"
 _lock = threading.Lock()
 #: What session() has to say of a session: why the plugin does not run in it, or why it is not on the GPU.
 _notes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+#: The nodes of a session that the plugin refused and session() looked for another way for.
+_steps: WeakKeyDictionary[Any, tuple[fallback.Step, ...]] = WeakKeyDictionary()
 
 
 def register() -> str:
@@ -63,15 +67,18 @@ def session(
     """An ``onnxruntime.InferenceSession`` with the best providers that are here.
 
     On a CUDA device that is onnxruntime's CUDA EP, then the plugin EP on the same device; on the CPU the plugin EP on
-    the CPU device. Where the plugin's library is not built, fused nodes run by their ONNX bodies. Nothing falls
-    back to the CPU silently: "auto" on a GPU whose CUDA EP does not load warns, all else raises. :func:`assignment`
-    tells what runs where, and why.
+    the CPU device. A fused node that the plugin refuses, or all of them where its library is not built, runs by
+    onnxruntime's own op, else by its ONNX body (:mod:`deltafuse.fallback`). Nothing falls back to the CPU silently: "auto"
+    on a GPU whose CUDA EP does not load warns, all else raises. :func:`assignment` tells what runs where, and why.
+
+    TF32 is switched off for models with a router (an operator such as TopK), unless ``use_tf32`` is among the options.
 
     Args:
         path_or_bytes: the model, as for ``InferenceSession``.
         device: "auto" (the first CUDA device that works, else the CPU), "cpu", "cuda" or "cuda:N".
         sess_options: an ``onnxruntime.SessionOptions`` without providers; they are added to it.
-        provider_options: options for ``CUDAExecutionProvider`` (for example ``user_compute_stream``) by provider name.
+        provider_options: options for ``CUDAExecutionProvider`` (for example ``user_compute_stream``, a stream of the session's
+            device, 0 for the default stream) by provider name.
         strict: raise unless the plugin EP runs every deltafuse node.
 
     Raises:
@@ -88,6 +95,7 @@ def session(
     if unknown:
         raise OptionError(f"provider_options for {', '.join(unknown)}: session() uses {CUDA_EP} and {EP_NAME}")
 
+    options[CUDA_EP], numbers = fallback.tf32_choice(path_or_bytes, _as_text(options.get(CUDA_EP, {})))
     devices, problem = _plugin_devices(ort)
     chosen = sess_options if sess_options is not None else ort.SessionOptions()
     chosen.add_session_config_entry(_RECORD_ENTRY, "1")
@@ -111,12 +119,43 @@ def session(
     elif kind == "cpu":
         chosen.add_provider("CPUExecutionProvider", {})
 
-    made = ort.InferenceSession(path_or_bytes, chosen, enable_fallback=0)
-    made.disable_fallback()
-    _check_providers(made, device, kind, plugin=ours is not None)
-    _notes[made] = problem or remark
-    if strict:
+    remarks = [problem or remark, numbers if kind == "cuda" else ""]
+
+    def create(model: str | os.PathLike[str] | bytes) -> Any:
+        made = ort.InferenceSession(model, chosen, enable_fallback=0)
+        made.disable_fallback()
+        _check_providers(made, device, kind, plugin=ours is not None)
+        _notes[made] = "; ".join(filter(None, remarks))
+        return made
+
+    made = create(path_or_bytes)
+    refused = assignment(made).refused
+    if refused and strict:
         _check_strict(made)
+    if not refused:
+        return made
+    del made  # its memory is wanted for the next one
+    return _step_down(ort, create, chosen, path_or_bytes, refused)
+
+
+def _step_down(
+    ort: Any, create: Any, options: Any, model: str | os.PathLike[str] | bytes, refused: list[NodeAssignment]
+) -> Any:
+    """A session in which onnxruntime's own op runs those of the refused nodes that it can run."""
+    version = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    steps = [fallback.Step(node.op_type, node.name, node.reason) for node in refused]
+    lowered = fallback.lower(model, steps, (version[0], version[1]))
+    if lowered.model and lowered.folder:
+        options.add_session_config_entry(fallback.FOLDER_ENTRY, lowered.folder)
+    try:
+        made = create(lowered.model or model)
+        _steps[made] = lowered.steps
+    except Exception as error:  # onnxruntime has no common base for its errors
+        if not lowered.model:
+            raise
+        made = create(model)
+        why = f"onnxruntime did not take the changed model: {error}"
+        _steps[made] = tuple(fallback.Step(step.op_type, step.name, step.reason, why) for step in lowered.steps)
     return made
 
 
@@ -151,7 +190,24 @@ def assignment(session: Any) -> Assignment:
     else:
         reason = note or f"{EP_NAME} is not among the session's providers"
         refused = [NodeAssignment("", *call, reason) for call in model_calls(session)]
-    return Assignment(nodes + refused, note=note)
+    return Assignment(nodes + _with_steps(session, nodes, refused), note=note)
+
+
+def _with_steps(session: Any, nodes: list[NodeAssignment], refused: list[NodeAssignment]) -> list[NodeAssignment]:
+    """The refused nodes with what session() found for them."""
+    steps = {(step.op_type, step.name): step for step in _steps.get(session, ())}
+    found = []
+    for node in refused:
+        step = steps.get((node.op_type, node.name))
+        reason = node.reason if step is None or not step.ort_reason else f"{node.reason}; {step.ort_reason}"
+        found.append(NodeAssignment("", node.domain, node.op_type, node.name, reason))
+    form = f"_inlfunc_{fallback.OP_TYPE}"
+    eps = sorted({node.ep for node in nodes if node.op_type == fallback.ORT_OP and node.name.startswith(form)})
+    runs_as = f"com.microsoft::{fallback.ORT_OP} on {' and '.join(eps)}"
+    changed = [step for step in steps.values() if not step.ort_reason]
+    return found + [
+        NodeAssignment("", fallback.DOMAIN, step.op_type, step.name, step.reason, runs_as) for step in changed
+    ]
 
 
 def _onnxruntime() -> Any:
@@ -237,6 +293,7 @@ def _add_cuda(
         for found in ort.get_ep_devices()
         if found.ep_name == CUDA_EP and place and found.device.metadata.get("pci_bus_id") == place
     ]
+    wanted = checked_stream(wanted, index)
     try:
         if shared:
             del wanted["device_id"]
