@@ -76,8 +76,8 @@ def can_run(op: str, target: str, ort_version: str) -> bool:
     return refusal(op, target, ort_version) is None
 
 
-#: The oldest ONNX Runtime whose com.microsoft domain has an op, as its CPU builds list them. LinearAttention has a float32
-#: CPU kernel and float32 and float16 CUDA kernels in all of them; GatedDeltaNet has a CPU kernel from 1.32 on.
+#: The oldest ONNX Runtime whose com.microsoft domain has an op, as its CPU builds list them. LinearAttention has a
+#: float32 CPU kernel and float32 and float16 CUDA kernels in all of them; GatedDeltaNet has a CPU kernel from 1.32 on.
 ORT_OPS: dict[str, tuple[int, int]] = {
     "LinearAttention": (1, 27),
     "CausalConvWithState": (1, 27),

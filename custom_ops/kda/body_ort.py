@@ -1,8 +1,8 @@
 """The op by ONNX Runtime's own ``com.microsoft::LinearAttention``, for calls that deltafuse's kernels refuse.
 
 The function is the portable body with one thing changed: the recurrence is one node of ONNX Runtime's instead of a
-chunked computation in standard ops. It has a domain of its own, so that the plugin EP does not take it for a call of the
-op. ONNX Runtime inlines it and runs the node on whichever of its own execution providers has a kernel.
+chunked computation in standard ops. It has a domain of its own, so that the plugin EP does not take it for a call of
+the op. ONNX Runtime inlines it and runs the node on whichever of its own execution providers has a kernel.
 """
 
 from __future__ import annotations

@@ -241,8 +241,8 @@ def nodes_of(graph: Any) -> Iterator[Any]:
 def router_op(model: str | os.PathLike[str] | bytes) -> str:
     """The first operator of :data:`ROUTER_OPS` in the model, "" where there is none.
 
-    The file is searched for the operator's name as protobuf writes it in a node, so that models of many gigabytes need not be
-    parsed. A sampler's TopK counts as well: a router and a sampler are not told apart, both choose by comparing.
+    The file is searched for the operator's name as protobuf writes it in a node, so that models of many gigabytes need
+    not be parsed. A sampler's TopK counts as well: it chooses by comparing too.
     """
     names = {name: bytes([0x22, len(name)]) + name.encode() for name in ROUTER_OPS}  # field 4 (op_type), length, text
     if isinstance(model, bytes):

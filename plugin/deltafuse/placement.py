@@ -24,8 +24,8 @@ def checked_stream(
     """The CUDA EP's options with ``user_compute_stream`` checked against the session's device.
 
     Args:
-        options: the options, all text. ``user_compute_stream`` is the stream's address as a number; 0 is the default stream,
-            for which ONNX Runtime has no option (it takes 0 as "none given"): it gets the driver's handle for it.
+        options: the options, all text. ``user_compute_stream`` is the stream's address as a number; 0 is the default
+            stream, for which ONNX Runtime has no option (0 means "none given"): it gets the driver's handle for it.
         index: the session's CUDA device.
         stream_device: what tells the CUDA device of a stream, for tests.
 

@@ -68,8 +68,9 @@ def session(
 
     On a CUDA device that is onnxruntime's CUDA EP, then the plugin EP on the same device; on the CPU the plugin EP on
     the CPU device. A fused node that the plugin refuses, or all of them where its library is not built, runs by
-    onnxruntime's own op, else by its ONNX body (:mod:`deltafuse.fallback`). Nothing falls back to the CPU silently: "auto"
-    on a GPU whose CUDA EP does not load warns, all else raises. :func:`assignment` tells what runs where, and why.
+    onnxruntime's own op, else by its ONNX body (:mod:`deltafuse.fallback`). Nothing falls back to the CPU silently:
+    "auto" on a GPU whose CUDA EP does not load warns, all else raises. :func:`assignment` tells what runs where, and
+    why.
 
     TF32 is switched off for models with a router (an operator such as TopK), unless ``use_tf32`` is among the options.
 
@@ -77,8 +78,8 @@ def session(
         path_or_bytes: the model, as for ``InferenceSession``.
         device: "auto" (the first CUDA device that works, else the CPU), "cpu", "cuda" or "cuda:N".
         sess_options: an ``onnxruntime.SessionOptions`` without providers; they are added to it.
-        provider_options: options for ``CUDAExecutionProvider`` (for example ``user_compute_stream``, a stream of the session's
-            device, 0 for the default stream) by provider name.
+        provider_options: options for ``CUDAExecutionProvider`` by provider name, for example ``user_compute_stream``
+            (a stream of the session's device, 0 for the default stream).
         strict: raise unless the plugin EP runs every deltafuse node.
 
     Raises:
