@@ -260,6 +260,34 @@ def state_shared_by_the_heads(e: Editor) -> None:
     e.read("node_mul_6", 0, e.make("Expand", mean, e.const([1, 4, 16, 16], np.int64)))
 
 
+@mutant(STEP)
+def large_values_clipped(e: Editor) -> None:
+    e.after("view_2", "Clip", e.const(-6.0), e.const(6.0))
+
+
+@mutant(STEP)
+def large_states_clipped(e: Editor) -> None:
+    e.after("mul_6", "Clip", e.const(-100.0), e.const(100.0))
+
+
+@mutant(STEP)
+def large_outputs_clipped(e: Editor) -> None:
+    e.after("einsum_1", "Clip", e.const(-12.0), e.const(12.0))
+
+
+@mutant(STEP)
+def large_updates_clipped(e: Editor) -> None:
+    e.after("sub", "Clip", e.const(-100.0), e.const(100.0))
+
+
+@mutant(STEP)
+def small_values_flushed(e: Editor) -> None:
+    e.after("view_2", "Mul", "kept")
+    factor = e.graph.node[-1]
+    large = e.make("Greater", e.make("Abs", "view_2"), e.const(1e-3))
+    factor.input[1] = e.make("Cast", large, to=1)
+
+
 # ---- convolution and gated norm of one token
 
 

@@ -11,18 +11,19 @@ from exports import library
 from .editor import Editor
 from .graph_mutants import MUTANTS
 
-#: Tiny inputs show where an eps stands, large ones what saturates.
-SCALES = (1e-3, 1.0, 10.0)
+#: (size of the inputs, size of the states). Tiny inputs show where an eps stands, large ones what saturates.
+SCALES = ((1e-3, 1.0), (1e-3, 1e-3), (1.0, 1.0), (10.0, 1.0), (100.0, 1.0), (1.0, 300.0))
 TOLERANCE = 1e-4
 
 
-def inputs(base: str, scale: float) -> library.Arrays:
-    """Random inputs times ``scale``; states keep their size, so that the small inputs are seen beside them."""
+def inputs(base: str, scale: tuple[float, float]) -> library.Arrays:
+    """Random inputs, convolution states with them, and recurrent states of these sizes."""
     export = library.export(base)
     binding = {"s27": 9} if base == "kda_scan_dynT" else export.bindings[0]
     feeds = export.feeds(binding, seed=7)
-    scaled = {"x", "cq", "ck", "cv", "past.0.conv"}
-    return {n: a * np.float32(scale) if n in scaled else a for n, a in feeds.items()}
+    sizes = dict.fromkeys(("x", "cq", "ck", "cv", "past.0.conv"), scale[0])
+    sizes |= dict.fromkeys(("s0", "past_state", "past.0.state"), scale[1])
+    return {name: array * np.float32(sizes[name]) if name in sizes else array for name, array in feeds.items()}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -51,7 +52,7 @@ def test_no_mutant_is_fused_into_something_else(name: str) -> None:
     for scale, truth in truths.items():
         error, output = library.worst(library.run(after, inputs(base, scale)), truth)
         assert error <= TOLERANCE, (
-            f"{[r.status for r in report.regions]}: inputs of size {scale}: {output} is off by {error:.1e}"
+            f"{[r.status for r in report.regions]}: inputs and states of size {scale}: {output} is off by {error:.1e}"
         )
 
 
