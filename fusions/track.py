@@ -169,6 +169,12 @@ def _slice(view: GraphView, track: Track, node: ir.Node) -> Track | None:
     return _narrow(track, node.outputs[0], axis, start, end - start) if end > start else None
 
 
+def _is_one_token(track: Track, axis: int) -> bool:
+    """Is this the time axis of a graph that is frozen at one token? Such graphs drop it on the way."""
+    dims = static_dims(track.value)
+    return track.labels[axis] == "T" and dims is not None and dims[axis] == 1
+
+
 def _unsqueeze(view: GraphView, track: Track, node: ir.Node) -> list[Track]:
     axes = view.ints(node.inputs[1]) if len(node.inputs) > 1 else None
     if axes is None:
@@ -184,7 +190,7 @@ def _squeeze(view: GraphView, track: Track, node: ir.Node) -> list[Track]:
     if axes is None:
         return []
     where = {a % len(track.labels) for a in axes}
-    if any(track.labels[i] != "1" for i in where):
+    if any(track.labels[i] != "1" and not _is_one_token(track, i) for i in where):
         return []
     return [
         replace(track, value=node.outputs[0], labels=tuple(x for i, x in enumerate(track.labels) if i not in where))
@@ -196,7 +202,12 @@ def _gather(view: GraphView, track: Track, node: ir.Node) -> list[Track]:
     index = view.array(node.inputs[1])
     axis = attribute_int(node, "axis", 0) % len(track.labels)
     label = track.labels[axis]
-    if index is None or index.ndim != 0 or not isinstance(label, int) or not _leading(track, axis):
+    if index is None or index.ndim != 0:
+        return []
+    if _is_one_token(track, axis):
+        rest = tuple(x for i, x in enumerate(track.labels) if i != axis)
+        return [replace(track, value=node.outputs[0], labels=rest)]
+    if not isinstance(label, int) or not _leading(track, axis):
         return []
     size = track.factors[label]
     narrowed = _narrow(track, node.outputs[0], axis, int(index) % size, 1)

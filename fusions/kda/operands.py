@@ -30,13 +30,9 @@ def short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def first_track(path: Path, index: int) -> Track:
-    """The track before the path's step ``index``; the end where there is no such step."""
-    return path.steps[index].before if index < len(path.steps) else path.end
-
-
-def beta_end(path: Path) -> Track:
-    return path.steps[0].before if path.steps else path.end
+def first_track(path: Path) -> Track:
+    """The operand before all steps of its path."""
+    return path.source(path.steps[0].before if path.steps else path.end)
 
 
 def before_norm(path: Path) -> Track:
@@ -44,11 +40,11 @@ def before_norm(path: Path) -> Track:
     repeat = next((s for s in path.steps if s.kind == "repeat"), None)
     norm = path.norm()
     if repeat is not None and (norm is None or path.steps.index(repeat) < path.steps.index(norm)):
-        return repeat.before
+        return path.source(repeat.before)
     if norm is not None:
-        return norm.before
+        return path.source(norm.before)
     scales = [s for s in path.steps if s.kind == "mul"]
-    return scales[0].before if scales else path.end
+    return path.source(scales[0].before if scales else path.end)
 
 
 def operand_at(track: Track) -> Operand | None:

@@ -31,6 +31,27 @@ class Path:
     border: ir.Value
     end: Track
     steps: tuple[Step, ...] = field(default_factory=tuple)
+    trail: tuple[Track, ...] = field(default_factory=tuple)  # every value on the way
+
+    def source(self, track: Track) -> Track:
+        """The earliest place with the contents of ``track``: before the moves that led there, behind the last step.
+
+        Places that have lost their batch or time axis are passed over.
+        """
+        at = next((i for i, t in enumerate(self.trail) if t.value is track.value), None)
+        if at is None:
+            return track
+        after = {s.after.value for s in self.steps}
+        found = track
+        for i in range(at, -1, -1):
+            place = self.trail[i]
+            if (place.low, place.channels) != (track.low, track.channels):
+                break
+            if {"B", "T"} <= set(place.labels):
+                found = place
+            if place.value in after:
+                break
+        return found
 
     def kinds(self) -> tuple[str, ...]:
         return tuple(s.kind for s in self.steps)
@@ -101,7 +122,7 @@ def paths_from(view: GraphView, region: Region, border: ir.Value) -> list[Path]:
     if start is None:
         return []
     done: list[Path] = []
-    stack = [Path(border, start)]
+    stack = [Path(border, start, (), (start,))]
     while stack:
         path = stack.pop()
         following = _next(view, region, path)
@@ -126,18 +147,22 @@ def _next(view: GraphView, region: Region, path: Path) -> list[Path]:
         return []
     block = _block(view, region, track, users)
     if block is not None:
-        return [Path(path.border, block.after, (*path.steps, block))]
+        return [_stepped(path, block)]
     moved = [t for u in users for t in moves(view, track, u)]
     if moved and all(moves(view, track, u) for u in users):
         useful = [t for t in moved if any(u in region for u in view.users(t.value))]
-        return [Path(path.border, t, path.steps) for t in useful]
+        return [Path(path.border, t, path.steps, (*path.trail, t)) for t in useful]
     if len(users) != 1:
         return []
     repeat = _repeat(view, track, users[0])
     if repeat is not None:
-        return [Path(path.border, repeat.after, (*path.steps, repeat))]
+        return [_stepped(path, repeat)]
     step = _single(view, track, users[0])
-    return [] if step is None else [Path(path.border, step.after, (*path.steps, step))]
+    return [] if step is None else [_stepped(path, step)]
+
+
+def _stepped(path: Path, step: Step) -> Path:
+    return Path(path.border, step.after, (*path.steps, step), (*path.trail, step.after))
 
 
 def _block(view: GraphView, region: Region, track: Track, users: list[ir.Node]) -> Step | None:

@@ -15,7 +15,6 @@ from ..graph import GraphView, is_op, rank_of
 from ..region import Region, backward, cuts, mark_dependents
 from .operands import (
     before_norm,
-    beta_end,
     convolutions,
     first_track,
     is_one_token,
@@ -161,7 +160,7 @@ def _candidate(
     # --- gate and rate ---
     forget = roles.forget
     if forget is not None:
-        operand = operand_at(first_track(roles.g, 0))
+        operand = operand_at(first_track(roles.g))
         settings |= {"gate_activation": forget.activation, "lower_bound": short(forget.lower_bound)}
         parameters["A_log"] = forget.a_log
         if forget.dt_bias is not None:
@@ -169,14 +168,14 @@ def _candidate(
             settings["has_dt_bias"] = True
         absorbed.append("forget gate")
     else:
-        operand = operand_at(roles.g.end)
+        operand = operand_at(roles.g.source(roles.g.end))
         not_absorbed.append(
             Refusal("gate", "the log decay's formula is not one the op has: it is computed before the op")
         )
     if operand is None:
         return None
     operands["g"] = operand
-    beta = operand_at(first_track(roles.beta, 0) if roles.rate.activation != "none" else beta_end(roles.beta))
+    beta = operand_at(first_track(roles.beta))
     if beta is None:
         return None
     operands["beta"] = beta

@@ -114,7 +114,7 @@ def _orders(three: list[Path], normed: list[Path]) -> Iterator[tuple[Path, Path,
 
 
 def _without_steps(path: Path) -> Path:
-    return replace(path, steps=())
+    return replace(path, steps=(), trail=path.trail[:1], end=path.trail[0])
 
 
 def _fit(

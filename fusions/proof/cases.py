@@ -15,8 +15,8 @@ from .dims import UnknownDim, concrete, symbol
 Arrays = dict[str, np.ndarray]
 Shapes = Callable[[ir.Value], list[int]]
 
-#: Cases beside those of ``draw_inputs``: "tiny-values" brings the norms' epsilons and the scale to light, "padded" has
-#: rows of zeros at the end, as masked positions leave them.
+#: Cases beside those of ``draw_inputs``: "tiny-values" brings the norms' epsilons and the scale to light, "wide" draws
+#: over many orders of magnitude, "padded" has rows of zeros at the end, as masked positions leave them.
 HOSTILE = (
     "normal",
     "gate-near-zero",
@@ -25,6 +25,7 @@ HOSTILE = (
     "collinear-slow",
     "tiny-keys",
     "tiny-values",
+    "wide",
     "zero-state",
     "full-state",
     "padded",
@@ -34,15 +35,52 @@ HOSTILE = (
 def draw(config: KdaConfig, batch: int, tokens: int, seed: int, case: str) -> Arrays:
     """Operands of the op for one case, float32, parameters not among them."""
     rng = np.random.default_rng(seed)
-    known = case if case not in ("tiny-values", "padded") else "normal"
+    known = case if case not in ("tiny-values", "wide", "padded") else "normal"
     drawn = draw_inputs(config, batch, tokens, rng, known)
-    if case == "tiny-values":
+    _leave_the_domain(config, drawn, rng)
+    if case == "wide":
+        _widen(config, drawn, rng)
+    elif case == "tiny-values":
         _scale_values(config, drawn, 3e-3)
     elif case == "padded":
         for name in ("q", "k", "v", "g", "beta", "gate"):
             if name in drawn and drawn[name].shape[1] > 1:
                 drawn[name][:, -(drawn[name].shape[1] // 3 + 1) :] = 0.0
     return drawn
+
+
+def _leave_the_domain(config: KdaConfig, drawn: Arrays, rng: np.random.Generator) -> None:
+    """Draw from a set of full dimension.
+
+    Keys of length one, rates between 0 and 1 and decays below 0 are what a *right* graph hands to the recurrence. A
+    graph that still normalises or clamps inside the region would be the identity on them, and look right.
+    """
+    if config.qk_l2norm == "none" and not config.conv_width:
+        for name, low, high in (("q", 0.3, 3.0), ("k", 0.6, 1.25)):
+            if name in drawn:
+                heads = drawn[name].reshape(*drawn[name].shape[:2], config.num_heads, config.head_dim)
+                lengths = rng.uniform(low, high, (*heads.shape[:3], 1))
+                drawn[name] = (heads * lengths).reshape(drawn[name].shape).astype(drawn[name].dtype)
+    if config.beta_activation == "none":
+        # up to a rate at which the recurrence still contracts
+        drawn["beta"] = rng.uniform(-0.05, 1.1, drawn["beta"].shape).astype(drawn["beta"].dtype)
+    if config.gate_activation == "none":
+        rises = rng.random(drawn["g"].shape) < 0.05
+        drawn["g"] = np.where(rises, rng.uniform(0.0, 0.05, drawn["g"].shape), drawn["g"]).astype(drawn["g"].dtype)
+
+
+def _widen(config: KdaConfig, drawn: Arrays, rng: np.random.Generator) -> None:
+    """Spread magnitudes over several orders where the recurrence stays finite."""
+    heavy = {"v": 3.0, "gate": 1.0}
+    if config.qk_l2norm != "none":
+        heavy |= {"q": 3.0, "k": 3.0}
+    if config.gate_activation != "none":
+        heavy["g"] = 1.0
+    if config.beta_activation == "sigmoid":
+        heavy["beta"] = 1.0
+    for name, orders in heavy.items():
+        if name in drawn:
+            drawn[name] = (drawn[name] * 10.0 ** rng.uniform(-1.0, orders, drawn[name].shape)).astype(drawn[name].dtype)
 
 
 def _scale_values(config: KdaConfig, drawn: Arrays, factor: float) -> None:

@@ -22,6 +22,7 @@ from ..candidate import Candidate
 from ..graph import GraphView
 from ..replacement import replacement
 from ..result import ProofReport
+from .analytic import not_analytic
 from .cases import HOSTILE, Arrays, draw, environment, rows_and_tokens
 from .dims import UnknownDim
 from .extract import Extract, NotExtractable
@@ -142,7 +143,11 @@ class Prover:
 
     def _extract(self, candidate: Candidate) -> Extract:
         inputs = sorted(candidate.input_values(), key=self._place)
-        return Extract(self.view, inputs, candidate.output_values())
+        extract = Extract(self.view, inputs, candidate.output_values())
+        piecewise = not_analytic(self.view, candidate, extract)
+        if piecewise is not None:
+            raise NotExtractable(piecewise)
+        return extract
 
     def _place(self, value: ir.Value) -> tuple[int, str]:
         producer = value.producer()
