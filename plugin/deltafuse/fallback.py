@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .custom_ops.kda.spec import ATTRIBUTES, DOMAIN, OP_TYPE, KdaConfig
+from .custom_ops.kda.spec import ATTRIBUTES, DOMAIN, OP_TYPE, VERSION, KdaConfig
 
 #: Where ORT looks for external data of a model that it gets as bytes.
 FOLDER_ENTRY = "session.model_external_initializers_file_folder_path"
@@ -97,7 +97,9 @@ def read_call(node: Any) -> Call:
     if node.domain != DOMAIN or node.op_type != OP_TYPE or found is None:
         raise ValueError(f"overload {node.overload!r} does not say what the call is")
     values = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    texts = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+    texts: dict[str, Any] = {
+        name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()
+    }
     missing = [name for name in ATTRIBUTES if name not in texts]
     if missing:
         raise ValueError(f"attribute {missing[0]} is missing")
@@ -168,9 +170,14 @@ def lower(model: str | os.PathLike[str] | bytes, refused: Sequence[Step], ort_ve
     is_bytes = isinstance(model, bytes)
     folder = "" if is_bytes else str(Path(os.fsdecode(model)).resolve().parent)  # type: ignore[arg-type]
     try:
-        proto = onnx.load_from_string(model) if is_bytes else onnx.load(model, load_external_data=False)  # type: ignore
+        proto = onnx.load_from_string(model) if is_bytes else onnx.load(model, load_external_data=False)
     except Exception as error:  # not an ONNX file: ORT's own format, which cannot be changed
         return Lowered(b"", folder, tuple(_with(step, f"the model cannot be changed: {error}") for step in refused))
+    version = next((entry.version for entry in proto.opset_import if entry.domain == DOMAIN), VERSION)
+    if version != VERSION:  # what its inputs mean is known to its body alone
+        return Lowered(
+            b"", folder, tuple(_with(step, f"version {version} of it is not known here") for step in refused)
+        )
     wanted = {(step.op_type, step.name): step for step in refused}
     results: dict[tuple[str, str], Step] = {}
     functions: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from . import fallback
 from .assigned import Assignment, NodeAssignment, model_calls
 from .discovery import EP_NAME, PluginError, get_library_path, refusals
 from .errors import DeltaFuseError, OptionError, OrtError
+from .lifetime import other_version
 from .placement import checked_stream
 
 MIN_ORT = (1, 27)
@@ -191,6 +192,8 @@ def assignment(session: Any) -> Assignment:
     else:
         reason = note or f"{EP_NAME} is not among the session's providers"
         refused = [NodeAssignment("", *call, reason) for call in model_calls(session)]
+    if refused:
+        note = "; ".join(filter(None, (note, other_version(session))))
     return Assignment(nodes + _with_steps(session, nodes, refused), note=note)
 
 

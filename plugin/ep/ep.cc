@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "build_info.h"
 #include "cuda_backend.h"
 #include "kda_binding.h"
 #include "kda_kernel.h"
@@ -67,8 +68,12 @@ OrtStatus* Ep::ConsiderNode(const OrtNode* node, OrtEpGraphSupportInfo* support)
   if (!kernel) {
     int version = 0;
     DF_RETURN_IF_ERROR(api_.ort->Node_GetSinceVersion(node, &version));
-    return Refuse(node, std::string("this version of deltafuse has no kernel for ") + domain + "::" + op_type +
-                            " version " + std::to_string(version));
+    const std::string op = std::string(domain) + "::" + op_type + " version " + std::to_string(version);
+    if (std::string_view(op_type) != kKdaOpType)
+      return Refuse(node, "this version of deltafuse has no kernel for " + op);
+    return Refuse(node, "the model has " + op + ", deltafuse " + kVersion + " has kernels for version " +
+                            std::to_string(kKdaVersion) +
+                            ": fuse the original model again, or install the deltafuse that fused it");
   }
   std::string reason;
   DF_RETURN_IF_ERROR(KdaRefusal(api_, device_, node, &reason));

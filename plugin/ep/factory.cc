@@ -43,12 +43,18 @@ Factory::Factory(const Api& api, const OrtLogger* logger) : OrtEpFactory{}, api_
                               const OrtLogger* logger, OrtEp** ep) noexcept {
     return Guard(Self(self)->api_, [&] { return Self(self)->MakeEp(hardware, count, options, logger, ep); });
   };
-  OrtEpFactory::ReleaseEp = [](OrtEpFactory*, OrtEp* ep) noexcept { delete static_cast<Ep*>(ep); };
+  OrtEpFactory::ReleaseEp = [](OrtEpFactory* self, OrtEp* ep) noexcept {
+    if (!ep) return;
+    delete static_cast<Ep*>(ep);
+    --Self(self)->living_eps_;
+    --living_eps_of_all_;
+  };
   OrtEpFactory::CreateAllocator = [](OrtEpFactory* self, const OrtMemoryInfo* info, const OrtKeyValuePairs*,
                                      OrtAllocator** allocator) noexcept -> OrtStatus* {
     *allocator = nullptr;
     Factory* factory = Self(self);
     return Guard(factory->api_, [&]() -> OrtStatus* {
+      const std::lock_guard<std::mutex> lock(factory->mutex_);
       for (const auto& served : factory->served_)
         if (served->device.cuda && info && served->device.memory &&
             factory->api_.ep->MemoryDevice_AreEqual(
@@ -63,10 +69,13 @@ Factory::Factory(const Api& api, const OrtLogger* logger) : OrtEpFactory{}, api_
   };
   OrtEpFactory::CreateDataTransfer = [](OrtEpFactory* self, OrtDataTransferImpl** transfer) noexcept -> OrtStatus* {
     *transfer = nullptr;
-    for (const auto& served : Self(self)->served_)
-      if (served->device.cuda)
-        return Guard(Self(self)->api_, [&] { return CreateCudaDataTransfer(Self(self)->api_, transfer); });
-    return nullptr;
+    Factory* factory = Self(self);
+    return Guard(factory->api_, [&]() -> OrtStatus* {
+      const std::lock_guard<std::mutex> lock(factory->mutex_);
+      for (const auto& served : factory->served_)
+        if (served->device.cuda) return CreateCudaDataTransfer(factory->api_, transfer);
+      return nullptr;
+    });
   };
   // Not stream-aware on purpose: with the CUDA EP behind this one, ORT would hand our kind of stream to its kernels.
   OrtEpFactory::IsStreamAware = [](const OrtEpFactory*) noexcept { return false; };
@@ -74,12 +83,29 @@ Factory::Factory(const Api& api, const OrtLogger* logger) : OrtEpFactory{}, api_
 
 Factory::~Factory() = default;
 
+std::atomic<int> Factory::living_eps_of_all_{0};
+
+OrtStatus* Factory::Release(Factory* factory) {
+  const int living = factory->living_eps_;
+  if (living == 0) {
+    delete factory;
+    return nullptr;
+  }
+  return Guard(factory->api_, [&] {
+    static auto* const kept = new std::vector<Factory*>;  // reachable, so that no leak is reported
+    kept->push_back(factory);
+    return MakeStatus(factory->api_, ORT_FAIL,
+                      "deltafuse stays loaded: " + std::to_string(living) + " sessions still use it");
+  });
+}
+
 OrtStatus* Factory::Log(OrtLoggingLevel level, const std::string& message) {
   return api_.ort->Logger_LogMessage(logger_, level, message.c_str(), ORT_FILE, __LINE__, __func__);
 }
 
 OrtStatus* Factory::OfferDevices(const OrtHardwareDevice* const* hardware, size_t count, OrtEpDevice** ep_devices,
                                  size_t max_ep_devices, size_t* num_ep_devices) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   *num_ep_devices = 0;
   size_t nvidia = 0;
   for (size_t i = 0; i < count; ++i) nvidia += IsNvidiaGpu(api_, hardware[i]);
@@ -149,6 +175,7 @@ OrtStatus* Factory::OfferDevice(const OrtHardwareDevice* hardware, const Served&
 
 OrtStatus* Factory::MakeEp(const OrtHardwareDevice* const* hardware, size_t count, const OrtSessionOptions* options,
                            const OrtLogger* logger, OrtEp** ep) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   *ep = nullptr;
   if (count != 1)
     return MakeStatus(api_, ORT_INVALID_ARGUMENT,
@@ -168,6 +195,8 @@ OrtStatus* Factory::MakeEp(const OrtHardwareDevice* const* hardware, size_t coun
   std::string tag;
   DF_RETURN_IF_ERROR(ReadOptions(options, &tag));
   *ep = new Ep(api_, served->device, served->registry.get(), logger, std::move(tag));
+  ++living_eps_;
+  ++living_eps_of_all_;
   return nullptr;
 }
 

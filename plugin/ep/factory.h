@@ -1,7 +1,9 @@
 // Finds the devices that ORT knows and the EP can serve, and makes an EP for a session on one of them.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -17,6 +19,12 @@ class Factory final : public OrtEpFactory {
   ~Factory();
   Factory(const Factory&) = delete;
   Factory& operator=(const Factory&) = delete;
+
+  // How many EPs live, of all factories: one a session.
+  static int LivingEps() { return living_eps_of_all_; }
+  // Deletes the factory. While an EP of it lives it is kept, for ever, and the status says so: ORT asks for this also
+  // when a session is still using the library, and that session calls into its factory until it is gone.
+  static OrtStatus* Release(Factory* factory);
 
  private:
   // A device with what belongs to it for as long as the factory lives.
@@ -39,7 +47,10 @@ class Factory final : public OrtEpFactory {
 
   const Api api_;
   const OrtLogger* logger_;
+  std::mutex mutex_;  // of served_: sessions may be made by many threads at once
   std::vector<std::unique_ptr<Served>> served_;
+  std::atomic<int> living_eps_{0};
+  static std::atomic<int> living_eps_of_all_;
 };
 
 }  // namespace deltafuse::ep

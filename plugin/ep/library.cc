@@ -65,8 +65,7 @@ DF_EXPORT OrtStatus* CreateEpFactories(const char* /*registered_name*/, const Or
 }
 
 DF_EXPORT OrtStatus* ReleaseEpFactory(OrtEpFactory* factory) noexcept {
-  delete static_cast<Factory*>(factory);
-  return nullptr;
+  return factory ? Factory::Release(static_cast<Factory*>(factory)) : nullptr;
 }
 
 DF_EXPORT const char* deltafuse_version() { return deltafuse::ep::kVersion; }
@@ -76,6 +75,9 @@ DF_EXPORT const char* deltafuse_cuda_archs() { return deltafuse::ep::CudaArchs()
 
 // "" when there is a usable CUDA device, else why there is none.
 DF_EXPORT const char* deltafuse_cuda_status() { return Keep(deltafuse::ep::CudaStatus()); }
+
+// How many sessions use the library.
+DF_EXPORT int deltafuse_living_sessions() { return Factory::LivingEps(); }
 
 // JSON list of the nodes that living EPs with this session tag refused; of all of them when the tag is "".
 DF_EXPORT const char* deltafuse_refusals(const char* tag) {
