@@ -51,6 +51,8 @@ def _node(view: GraphView, node: ir.Node) -> str | None:
                 if found is not None:
                     return found
         return None
+    if _from_index(node):
+        return f"{kind} {node.name!r} turns positions or lengths into values"
     if kind in _MOVES or (kind in _ANALYTIC and not _to_integer(node)):
         return None
     if not _reads_floats(node):
@@ -89,8 +91,8 @@ def _to_integer(node: ir.Node) -> bool:
 def _holds_decays(view: GraphView, candidate: Candidate, node: ir.Node) -> bool:
     """An upper bound of 0 on an exponent that is made of log decays alone.
 
-    Chunked forms write ``exp(min(G_i - G_j, 0))``. With the gate's formula recognised, log decays are never positive, so
-    the sign of each such difference is the same for all inputs: the bound switches nowhere.
+    Chunked forms write ``exp(min(G_i - G_j, 0))``. With the gate's formula recognised, log decays are never positive,
+    so the sign of each such difference is the same for all inputs: the bound switches nowhere.
     """
     if not is_op(node, "Clip", "Min") or candidate.config.gate_activation == "none":
         return False
@@ -107,21 +109,17 @@ def _holds_decays(view: GraphView, candidate: Candidate, node: ir.Node) -> bool:
     return set(borders) <= gate
 
 
-def _is_mask(view: GraphView, node: ir.Node) -> bool:
-    """`Where` with a condition that no data decides."""
-    return is_op(node, "Where") and node.inputs[0] is not None and _from_no_data(view, node.inputs[0])
-
-
-def _from_no_data(view: GraphView, value: ir.Value, depth: int = 12) -> bool:
-    """Is the value made of constants and shapes alone?"""
-    if view.is_const(value):
-        return True
-    producer = value.producer()
-    if producer is None or depth == 0:
+def _from_index(node: ir.Node) -> bool:
+    """A cast of computed integers to floats: what depends on it depends on positions that no proof may reach."""
+    if not is_op(node, "Cast") or ir.DataType(node.attributes["to"].as_int()) not in FLOAT_TYPES:
         return False
-    if is_op(producer, "Shape", "Size"):
-        return True
-    return all(v is None or _from_no_data(view, v, depth - 1) for v in view.inputs_of(producer))
+    source = node.inputs[0]
+    return source is not None and source.dtype is not None and source.dtype not in FLOAT_TYPES
+
+
+def _is_mask(view: GraphView, node: ir.Node) -> bool:
+    """`Where` with a constant condition. One that is made from lengths may switch where no proof looks."""
+    return is_op(node, "Where") and node.inputs[0] is not None and view.is_const(node.inputs[0])
 
 
 def _explained(view: GraphView, node: ir.Node) -> bool:

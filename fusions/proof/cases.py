@@ -71,9 +71,9 @@ def _leave_the_domain(config: KdaConfig, drawn: Arrays, rng: np.random.Generator
 
 def _widen(config: KdaConfig, drawn: Arrays, rng: np.random.Generator) -> None:
     """Spread magnitudes over several orders where the recurrence stays finite."""
-    heavy = {"v": 3.0, "gate": 1.0}
+    heavy = {"v": 6.0, "gate": 1.0, "initial_state": 4.0}
     if config.qk_l2norm != "none":
-        heavy |= {"q": 3.0, "k": 3.0}
+        heavy |= {"q": 5.0, "k": 5.0}
     if config.gate_activation != "none":
         heavy["g"] = 1.0
     if config.beta_activation == "sigmoid":

@@ -8,7 +8,7 @@ a rule, or a node that mixes heads, stops the attempt with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 import onnx
@@ -35,6 +35,8 @@ class HeadSlicer:
         keep: heads that stay.
         spreads: where heads lie in the region's inputs.
         constants: arrays of the constants, parameters perturbed already.
+        parameters: constants that the op takes as parameters; all others must be the same for every head, or the heads
+            that are cut away could differ from those that stay.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class HeadSlicer:
         keep: Iterable[int],
         spreads: Mapping[ir.Value, Spread],
         constants: Callable[[ir.Value], np.ndarray],
+        parameters: Collection[ir.Value],
     ) -> None:
+        self.parameters = parameters
         self.view, self.keep, self.constants = view, frozenset(keep), constants
         self.spreads: dict[ir.Value, Spread] = dict(spreads)
         self.tensors: dict[str, onnx.TensorProto] = {}
@@ -61,6 +65,8 @@ class HeadSlicer:
     def cut(self, value: ir.Value, spread: Spread, axis: int) -> str:
         """The name of a constant, cut along ``axis`` where it has heads there."""
         array = self.constants(value)
+        if value not in self.parameters and not _same_for_all(array, spread, axis):
+            raise HeadsMix(f"the constant {value.name!r} differs from head to head and is no parameter of the op")
         if array.ndim == 0 or array.shape[axis] == 1:
             return self.tensor(value.name or "constant", array)
         if array.shape[axis] != len(spread.owner):
@@ -388,3 +394,12 @@ class HeadSlicer:
                     raise HeadsMix(f"{value.name!r} does not come from the operands")
                 proto.input[i] = self.cut(value, Spread(0, owner), terms[i].index(letter))
         self._give(node, Spread(right.index(letter), owner))
+
+
+def _same_for_all(array: np.ndarray, spread: Spread, axis: int) -> bool:
+    """Is each head's part of the constant the same?"""
+    if array.ndim == 0 or array.shape[axis] != len(spread.owner):
+        return True
+    owner = np.array(spread.owner)
+    parts = [np.take(array, np.flatnonzero(owner == h), axis=axis) for h in dict.fromkeys(spread.owner)]
+    return all(p.shape == parts[0].shape and np.array_equal(p, parts[0]) for p in parts[1:])

@@ -36,6 +36,8 @@ HARD_FACTOR = 5.0
 TOKENS = (5, 1, 17, 64)
 PROBES = (65, 130)
 SEED = 20261130
+#: Bounds on positions above this are taken for "no bound".
+LONGEST_PROBE = 20_000
 
 
 def _error(found: np.ndarray, want: np.ndarray) -> float:
@@ -160,7 +162,7 @@ class Prover:
         report.heads = list(problem.heads)
         candidate = problem.candidate
         body = self._replacement_session(candidate, problem)
-        plan = self._plan(candidate)
+        plan = self._plan(candidate, extract)
         compared = 0
         for i, (case, rows, tokens, probe) in enumerate(plan):
             env = environment(candidate, rows, tokens)
@@ -208,7 +210,7 @@ class Prover:
             report.reason = f"only {compared} cases could be compared"
         return report
 
-    def _plan(self, candidate: Candidate) -> list[tuple[str, int, int, bool]]:
+    def _plan(self, candidate: Candidate, extract: Extract) -> list[tuple[str, int, int, bool]]:
         """(case, batch, tokens, is a probe): each hostile case once, over the token counts; then probes beyond 64."""
         rows, length = rows_and_tokens(candidate)
         batches = [rows] if isinstance(rows, int) else [1, 2]
@@ -218,7 +220,8 @@ class Prover:
             p for p in plan if not (p[0] in ("zero-state", "full-state") and not candidate.config.has_initial_state)
         ]
         if not isinstance(length, int):
-            plan += [("normal", batches[0], t, True) for t in PROBES]
+            lengths = [*PROBES, *_beyond_constants(self.view, extract)]
+            plan += [("normal", batches[0], t, True) for t in lengths]
         return plan
 
     def _replacement_session(self, candidate: Candidate, problem: Problem) -> Any:
@@ -290,6 +293,35 @@ class Prover:
                 raise ProofImpossible(f"the constants behind {name} do not have the form that {name} needs")
             found[name] = np.ascontiguousarray(array, np.float32)
         return found
+
+
+def _beyond_constants(view: GraphView, extract: Extract) -> list[int]:
+    """A length past the largest bound on positions that the region names, if it is past the probes too.
+
+    A cut at token 200 changes nothing up to 200 tokens.
+    """
+    largest = 0
+    for node in extract.nodes:
+        if node.op_type == "Slice":
+            values = list(node.inputs[1:3])
+        elif node.op_type in (
+            "Range",
+            "Less",
+            "LessOrEqual",
+            "Greater",
+            "GreaterOrEqual",
+            "Equal",
+            "Min",
+            "Max",
+            "Mod",
+        ):
+            values = list(node.inputs)
+        else:
+            continue
+        for value in values:
+            if value is not None and view.is_integer(value):
+                largest = max([largest, *(i for i in view.ints(value) or () if i <= LONGEST_PROBE)])
+    return [largest + 3] if largest + 3 > max(PROBES) else []
 
 
 def _perturb(array: np.ndarray, rng: np.random.Generator, positive: bool) -> np.ndarray:

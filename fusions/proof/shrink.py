@@ -88,7 +88,8 @@ def shrink(view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapp
             raise HeadsMix(f"the constant {value.name!r} can't be read")
         return array.astype(np.float32) if array.dtype.kind not in "iub?" else array
 
-    slicer = HeadSlicer(view, heads, spreads, constant)
+    parameters = {s for p in candidate.parameters.values() for s in p.sources}
+    slicer = HeadSlicer(view, heads, spreads, constant, parameters)
     protos = [ir.to_proto(n) for n in extract.nodes]
     slicer.run(extract.nodes, protos)
     for name, result in candidate.results.items():
