@@ -7,6 +7,8 @@ the op. ONNX Runtime inlines it and runs the node on whichever of its own execut
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 
 from ..common.graph_builder import GraphBuilder
@@ -62,7 +64,8 @@ class _OrtBody(_Body):
             b.reshape(g, [0, 0, v_heads * key_dim]),
             b.reshape(beta, [0, 0, v_heads]),
         ]
-        attributes = {"q_num_heads": v_heads, "kv_num_heads": v_heads, "scale": 1.0, "update_rule": "gated_delta"}
+        counts = {"q_num_heads": v_heads, "kv_num_heads": v_heads}
+        attributes: dict[str, Any] = {**counts, "scale": 1.0, "update_rule": "gated_delta"}
         node = ir.node(ORT_OP, operands, attributes, domain=ORT_DOMAIN, num_outputs=2, name=b.fresh("n_attention"))
         for output in node.outputs:
             output.name = b.fresh("attention")

@@ -14,16 +14,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import fuse, inspect
+    from .capture import capture
     from .discovery import build_info, get_ep_name, get_ep_names, get_library_path
     from .errors import DeltaFuseError, RequirementError
     from .fusions.proof import ProofBudget
     from .fusions.result import FusionReport
+    from .lifetime import unregister
     from .session import assignment, register, session
 
 #: Public name -> the module that defines it.
 _WHERE = {
     "fuse": ".api",
     "inspect": ".api",
+    "capture": ".capture",
     "DeltaFuseError": ".errors",
     "RequirementError": ".errors",
     "FusionReport": ".fusions.result",
@@ -35,6 +38,7 @@ _WHERE = {
     "register": ".session",
     "session": ".session",
     "assignment": ".session",
+    "unregister": ".lifetime",
 }
 
 __all__ = [
@@ -45,6 +49,7 @@ __all__ = [
     "__version__",
     "assignment",
     "build_info",
+    "capture",
     "fuse",
     "get_ep_name",
     "get_ep_names",
@@ -52,6 +57,7 @@ __all__ = [
     "inspect",
     "register",
     "session",
+    "unregister",
 ]
 
 

@@ -167,10 +167,12 @@ def lower(model: str | os.PathLike[str] | bytes, refused: Sequence[Step], ort_ve
     """
     import onnx
 
-    is_bytes = isinstance(model, bytes)
-    folder = "" if is_bytes else str(Path(os.fsdecode(model)).resolve().parent)  # type: ignore[arg-type]
+    folder = "" if isinstance(model, bytes) else str(Path(model).resolve().parent)
     try:
-        proto = onnx.load_from_string(model) if is_bytes else onnx.load(model, load_external_data=False)
+        if isinstance(model, bytes):
+            proto = onnx.load_from_string(model)
+        else:
+            proto = onnx.load(os.fspath(model), load_external_data=False)
     except Exception as error:  # not an ONNX file: ORT's own format, which cannot be changed
         return Lowered(b"", folder, tuple(_with(step, f"the model cannot be changed: {error}") for step in refused))
     version = next((entry.version for entry in proto.opset_import if entry.domain == DOMAIN), VERSION)

@@ -1,0 +1,476 @@
+"""``deltafuse.capture``: run a model step by step with its states on the device, on a GPU as replayed CUDA graphs.
+
+A step of a decoder is hundreds of small kernels, and launching them takes longer than running them. The runner binds
+inputs, outputs and states to fixed memory, runs a few steps as usual, then captures a whole step, over ONNX Runtime's
+CUDA EP and the plugin EP, into a CUDA graph and replays that. On the CPU, and where a step cannot be captured, the same
+runner runs eagerly, with the states where they are.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .assigned import Assignment
+from .capture_cuda import CudaApi, CudaError
+from .capture_device import Array, CudaDevice, HostDevice, OrtCudaDevice, element_type, numpy_type
+from .capture_plan import Plan, Slots, run_unplanned
+from .capture_states import first_shape, pair_states
+from .errors import DeltaFuseError, OptionError
+from .placement import LEGACY_DEFAULT_STREAM, STREAM_OPTION
+
+CUDA_EP = "CUDAExecutionProvider"
+CPU_EP = "CPUExecutionProvider"
+GRAPHS = ("auto", "always", "never")
+
+
+class CaptureError(DeltaFuseError):
+    """A step could not be captured, and ``graphs="always"`` asked for it."""
+
+
+def capture(
+    model: Any,
+    *,
+    states: Mapping[str, str] | str = "auto",
+    device: str = "auto",
+    graphs: str = "auto",
+    in_place: bool = False,
+    warmup: int = 2,
+    cache: int = 4,
+    sess_options: Any = None,
+    provider_options: Mapping[str, Mapping[str, Any]] | None = None,
+    strict: bool = False,
+) -> Runner:
+    """A runner of a model's steps.
+
+    Args:
+        model: a path or bytes, of which a session is made as by :func:`deltafuse.session`; or a session. Of a session
+            on a GPU, steps can be captured only if it was made with a ``user_compute_stream``, not the default stream.
+        states: input name -> name of the output that continues it, or "auto" (``Runner.states`` tells what was found).
+        device, sess_options, provider_options, strict: as for ``deltafuse.session``; not with a session.
+        graphs: "auto": capture where possible, else run eagerly, warn once, and say why in ``Runner.not_captured``;
+            "always": raise where a step cannot be captured; "never": run eagerly.
+        in_place: let each new state have the memory of the old one. Right if every operator that reads a state
+            does so before the new one is written, as deltafuse's own do; half the memory, and one graph instead of two.
+        warmup: eager steps of a set of shapes before it is captured, 1 or more (one from either side of the states).
+        cache: sets of shapes that are kept, with their buffers and graphs; the least recently used goes first.
+
+    Raises:
+        OptionError: an argument that is not understood.
+        CaptureError: with ``graphs="always"``, a session whose steps can never be captured.
+        DeltaFuseError: whatever :func:`deltafuse.session` raises.
+    """
+    if graphs not in GRAPHS:
+        raise OptionError(f"graphs {graphs!r}: expected one of {', '.join(GRAPHS)}")
+    for name, value in (("warmup", warmup), ("cache", cache)):
+        if value < 1:
+            raise OptionError(f"{name} {value}: expected 1 or more")
+    if isinstance(model, (str, os.PathLike, bytes)):
+        session, place = _make_session(model, device, graphs, sess_options, provider_options, strict)
+    else:
+        if device != "auto" or sess_options is not None or provider_options is not None or strict:
+            raise OptionError("device, sess_options, provider_options and strict are for a path, not for a session")
+        session, place = model, device_of(model)
+    if graphs == "always" and place.refusal:
+        raise CaptureError(f"the step cannot be captured: {place.refusal}")
+    return Runner(session, place, pair_states(session, states), graphs, in_place, warmup, cache)
+
+
+def _make_session(
+    model: str | os.PathLike[str] | bytes,
+    device: str,
+    graphs: str,
+    sess_options: Any,
+    provider_options: Mapping[str, Mapping[str, Any]] | None,
+    strict: bool,
+) -> tuple[Any, HostDevice]:
+    """A session and its device, on a stream of our own where the caller gave none."""
+    import onnxruntime as ort
+
+    from .session import session as make
+
+    options = {name: dict(values) for name, values in (provider_options or {}).items()}
+    mine: CudaApi | None = None
+    why, stream = "", 0
+    wanted = device != "cpu" and graphs != "never" and CUDA_EP in ort.get_available_providers()
+    if wanted and STREAM_OPTION not in options.get(CUDA_EP, {}):
+        number = device.partition(":")[2]
+        try:
+            mine = CudaApi(int(number) if number.isdigit() else 0)
+            stream = mine.make_stream()
+            options.setdefault(CUDA_EP, {})[STREAM_OPTION] = stream
+        except CudaError as error:
+            why = str(error)
+    try:
+        session = make(model, device, sess_options=sess_options, provider_options=options, strict=strict)
+    except BaseException:
+        if mine is not None:
+            mine.spare_stream(stream)
+        raise
+    if CUDA_EP not in session.get_providers():
+        if mine is not None:
+            mine.spare_stream(stream)
+        return session, HostDevice()
+    if mine is not None:
+        return session, CudaDevice(mine, stream, owned=True)
+    return session, device_of(session, why)
+
+
+def device_of(session: Any, why: str = "") -> HostDevice:
+    """Where a session's operands belong, and whether its steps can be captured."""
+    if CUDA_EP not in session.get_providers():
+        return HostDevice()
+    options = session.get_provider_options().get(CUDA_EP, {})
+    index, stream = int(options.get("device_id", 0)), int(options.get(STREAM_OPTION, 0) or 0)
+    if why:
+        return OrtCudaDevice(index, why)
+    if stream == 0:
+        return OrtCudaDevice(
+            index, f"the session has no {STREAM_OPTION}: give capture() the model, or make it with one"
+        )
+    if stream == LEGACY_DEFAULT_STREAM:
+        return OrtCudaDevice(index, "the session runs on the default stream, which CUDA cannot capture")
+    try:
+        return CudaDevice(CudaApi(index), stream)
+    except CudaError as error:
+        return OrtCudaDevice(index, str(error))
+
+
+class Runner:
+    """Runs a model's steps; made by :func:`capture`. One step at a time: calls from several threads take turns.
+
+    Attributes:
+        session: the ``InferenceSession``.
+        states: the states, input name -> output name.
+        inputs, outputs: names of the other inputs and outputs.
+        not_captured: why sets of shapes are not captured, by what :meth:`describe` says of them.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        device: HostDevice,
+        states: Mapping[str, str],
+        graphs: str,
+        in_place: bool,
+        warmup: int,
+        cache: int,
+    ) -> None:
+        self.session, self.device, self.states = session, device, dict(states)
+        self._graphs, self._in_place, self._warmup, self._cache = graphs, in_place, warmup, cache
+        self._types = {value.name: element_type(value.name, value.type) for value in session.get_inputs()}
+        self._shapes = {value.name: list(value.shape) for value in session.get_inputs()}
+        self.inputs = tuple(name for name in self._types if name not in self.states)
+        made = set(self.states.values())
+        self.outputs = tuple(value.name for value in session.get_outputs() if value.name not in made)
+        self.not_captured: dict[str, str] = {}
+        self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._slots: dict[Any, Slots] = {}
+        self._current: dict[str, Any] | None = None
+        self._given: dict[str, Array] = {}
+        self._side = 0
+        self._lock = threading.Lock()
+        self._warned = False
+        self._closed = False
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, **feeds: Any) -> dict[str, Array]:
+        """One step: ``run(feeds)`` with the inputs as named arguments."""
+        return self.run(feeds)
+
+    def run(self, feeds: Mapping[str, Any], *, values: bool = False) -> dict[str, Any]:
+        """One step from the current states, which it moves on.
+
+        Args:
+            feeds: input name -> array, ``OrtValue`` or anything with DLPack (a tensor on the session's GPU is copied
+                there, after waiting for everything that is queued on that GPU). All inputs but the states.
+            values: return outputs as ``OrtValue`` on the device, not as arrays: the runner's own memory, which the next
+                step of the same shapes overwrites. On a GPU they are queued on the session's stream, not finished:
+                :meth:`synchronize` waits. ``__dlpack__`` on them gives them to other libraries without a copy.
+
+        Returns:
+            Output name -> array (bfloat16 as ``ml_dtypes.bfloat16``), without the states.
+
+        Raises:
+            OptionError: a missing or unknown input, or one of another type.
+            CaptureError: with ``graphs="always"``, a step that cannot be captured, naming what stands in the way.
+        """
+        with self._lock:
+            outputs = self._step(self._sources(feeds))
+            if values:
+                return outputs
+            return {name: self.device.read(value) for name, value in outputs.items()}
+
+    def prepare(self, feeds: Mapping[str, Any]) -> bool:
+        """Warm up and capture the shapes of ``feeds`` now, and leave the states as they were.
+
+        Returns:
+            Whether the next step of these shapes is a replay.
+        """
+        with self._lock:
+            sources = self._sources(feeds)
+            self._start(sources)
+            kept = {name: self.device.read(value) for name, value in (self._current or {}).items()}
+            plan = None
+            try:
+                for _ in range(2 * (self._warmup + 1) + 1):
+                    self._step(sources)
+                    plan = self._plans.get(self._key(sources))
+                    if plan is None or plan.graphs or plan.refusal:
+                        break
+            finally:
+                self._set_states(kept)
+            return plan is not None and bool(plan.graphs)
+
+    def synchronize(self) -> None:
+        """Wait for the steps that are queued."""
+        self.device.synchronize()
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def reset(self, states: Mapping[str, Any] | None = None) -> None:
+        """Begin anew: states as given by input name, the others zeros (of no tokens, where their length is open).
+
+        Raises:
+            OptionError: a name that is no state, or another type.
+        """
+        with self._lock:
+            given = {name: self._array(name, value) for name, value in (states or {}).items()}
+            unknown = sorted(set(given) - set(self.states))
+            if unknown:
+                raise OptionError(f"{', '.join(unknown)}: no state, the states are {', '.join(self.states) or 'none'}")
+            self._given, self._current = given, None
+
+    def state_values(self) -> dict[str, Any]:
+        """The current states as ``OrtValue`` on the device, by input name; valid until the next step."""
+        return dict(self._current or {})
+
+    def state_arrays(self) -> dict[str, Array]:
+        """Copies of the current states, by input name: what :meth:`reset` takes."""
+        with self._lock:
+            return {name: self.device.read(value) for name, value in (self._current or {}).items()}
+
+    # -- what was captured --------------------------------------------------------------------------------------------
+
+    @property
+    def captured(self) -> list[str]:
+        """The sets of shapes that are replayed."""
+        return [self.describe(key) for key, plan in self._plans.items() if plan.graphs]
+
+    @staticmethod
+    def describe(key: Any) -> str:
+        """A set of shapes in words."""
+        return ", ".join(f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in key)
+
+    def close(self) -> None:
+        """Give back graphs, buffers and the stream. The session must not run on the runner's stream afterwards."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.device.synchronize()
+            for plan in self._plans.values():
+                plan.close()
+            self._plans.clear()
+            self._slots.clear()
+            self._current = None
+            self.device.close()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _sources(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Each input as an array of the right type, or as an ``OrtValue`` on the device."""
+        if self._closed:
+            raise DeltaFuseError("the runner is closed")
+        missing = [name for name in self.inputs if name not in feeds]
+        unknown = sorted(set(feeds) - set(self.inputs))
+        if missing or unknown:
+            what = f"missing: {', '.join(missing)}" if missing else f"unknown: {', '.join(unknown)}"
+            raise OptionError(f"inputs {what}; expected {', '.join(self.inputs)}")
+        return {name: self._source(name, feeds[name]) for name in self.inputs}
+
+    def _source(self, name: str, given: Any) -> Any:
+        import onnxruntime as ort
+
+        value = given
+        if not isinstance(given, (ort.OrtValue, np.ndarray)) and hasattr(given, "__dlpack__"):
+            value = ort.OrtValue.from_dlpack(given)
+        if not isinstance(value, ort.OrtValue):
+            return self._array(name, value)
+        if value.device_name() == "cpu":
+            return self._array(name, HostDevice().read(value))
+        if value.element_type() != self._types[name]:
+            raise OptionError(f"{name} is a {value.data_type()}: expected {np.dtype(numpy_type(self._types[name]))}")
+        here = (self.device.name, self.device.index)
+        if (value.device_name(), value.__dlpack_device__()[1]) != here:
+            lies = f"{value.device_name()}:{value.__dlpack_device__()[1]}"
+            raise OptionError(f"{name} lies on {lies}: the session is on {self.device.name}:{self.device.index}")
+        self.device.settle()
+        return value
+
+    def _array(self, name: str, given: Any) -> Array:
+        array = np.asarray(given)
+        wanted = numpy_type(self._types.get(name, 1))
+        if array.dtype != wanted:
+            if isinstance(given, np.ndarray):
+                raise OptionError(f"{name} is a {array.dtype}: expected {wanted}")
+            array = array.astype(wanted)  # a list or a number
+        return np.ascontiguousarray(array).reshape(array.shape)
+
+    @staticmethod
+    def _shape(source: Any) -> tuple[int, ...]:
+        return tuple(source.shape if isinstance(source, np.ndarray) else source.shape())
+
+    def _key(self, sources: Mapping[str, Any]) -> Any:
+        shapes = [(name, self._shape(source)) for name, source in sources.items()]
+        return (*shapes, *((name, tuple(value.shape())) for name, value in (self._current or {}).items()))
+
+    def _start(self, sources: Mapping[str, Any]) -> None:
+        """Make the first states, once the inputs' shapes are known."""
+        if self._current is not None:
+            return
+        symbols: dict[str, int] = {}
+        for name, source in sources.items():
+            for declared, size in zip(self._shapes[name], self._shape(source), strict=False):
+                if isinstance(declared, str):
+                    symbols.setdefault(declared, size)
+        empty = {
+            name: np.zeros(first_shape(self._shapes[name], symbols), numpy_type(self._types[name]))
+            for name in self.states
+            if name not in self._given
+        }
+        self._set_states({name: (self._given | empty)[name] for name in self.states})
+
+    def _set_states(self, arrays: Mapping[str, Array]) -> None:
+        """Put the states into the first side of their slots, or into memory that becomes it."""
+        slots = self._slots.get(tuple((name, array.shape) for name, array in arrays.items()))
+        self._side = 0
+        if slots is not None:
+            self._current = dict(slots.sides[0])
+        else:
+            self._current = {name: self.device.empty(array.shape, self._types[name]) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            self.device.write(self._current[name], array)
+
+    def _put(self, buffers: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
+        for name, source in sources.items():
+            if isinstance(source, np.ndarray):
+                self.device.write(buffers[name], source)
+            else:
+                self.device.copy(buffers[name], source)
+
+    def _step(self, sources: Mapping[str, Any]) -> dict[str, Any]:
+        self._start(sources)
+        key = self._key(sources)
+        plan = self._plans.get(key)
+        if plan is None:
+            return self._first_step(key, sources)
+        self._plans.move_to_end(key)
+        self._put(plan.inputs, sources)
+        if not plan.graphs and not plan.refusal and self._is_warm(plan):
+            self._capture(key, plan)
+        if plan.graphs:
+            plan.replay(self._side)
+        else:
+            plan.run_eager(self._side)
+        self._side = plan.slots.after(self._side)
+        self._current = dict(plan.slots.sides[self._side])
+        return plan.outputs
+
+    def _first_step(self, key: Any, sources: Mapping[str, Any]) -> dict[str, Any]:
+        """A step of shapes that were not seen before: it tells the outputs' shapes."""
+        assert self._current is not None
+        inputs = {name: self.device.empty(self._shape(source), self._types[name]) for name, source in sources.items()}
+        self._put(inputs, sources)
+        names = (*self.outputs, *self.states.values())
+        made = run_unplanned(self.session, self.device, {**inputs, **self._current}, names)
+        news = {given: made[output] for given, output in self.states.items()}
+        if any(news[name].shape() != self._current[name].shape() for name in self.states):
+            self._note(key, "the states grow with every step, so that no two steps have the same shapes")
+            self._current = news
+            return {name: made[name] for name in self.outputs}
+        outputs = {}
+        for name in self.outputs:
+            # Not kept in ORT's arena: a captured graph works in arena memory that was free when it was captured.
+            outputs[name] = self.device.empty(made[name].shape(), made[name].element_type())
+            self.device.copy(outputs[name], made[name])
+        shape_key = tuple((name, tuple(value.shape())) for name, value in self._current.items())
+        if shape_key not in self._slots:
+            self._slots[shape_key] = Slots(self.device, self._current, in_place=self._in_place)
+            self._side = 0
+        slots = self._slots[shape_key]
+        self._side = slots.after(self._side)
+        for name, value in news.items():
+            self.device.copy(slots.sides[self._side][name], value)
+        self._current = dict(slots.sides[self._side])
+        plan = Plan(self.session, self.device, inputs, outputs, self.states, slots)
+        self._plans[key] = plan
+        self._choose(key, plan)
+        self._evict()
+        return outputs
+
+    def _choose(self, key: Any, plan: Plan) -> None:
+        """What is known to stand in the way of a capture before one is tried."""
+        if self._graphs == "never":
+            plan.refusal = 'graphs="never"'
+        elif self.device.refusal:
+            plan.refusal = self.device.refusal
+        elif plan.on_host:
+            plan.refusal = f"input {', '.join(plan.on_host)} is wanted in host memory{self._cpu_nodes()}"
+        if plan.refusal:
+            self._note(key, plan.refusal)
+
+    def _is_warm(self, plan: Plan) -> bool:
+        return min(plan.eager_runs) >= 1 and sum(plan.eager_runs) >= self._warmup
+
+    def _capture(self, key: Any, plan: Plan) -> None:
+        try:
+            plan.capture()
+        except Exception as error:  # onnxruntime has no common base for its errors
+            plan.refusal = f"{error}{self._cpu_nodes()}"
+            self._note(key, plan.refusal)
+
+    def _note(self, key: Any, reason: str) -> None:
+        if self._graphs == "always":
+            raise CaptureError(f"the step ({self.describe(key)}) cannot be captured: {reason}")
+        if len(self.not_captured) < 64:  # growing states: each step has shapes of its own
+            self.not_captured[self.describe(key)] = reason
+        if self._graphs == "auto" and self.device.name != "cpu" and not self._warned:
+            self._warned = True
+            warnings.warn(f"steps run eagerly, not as CUDA graphs: {reason}", RuntimeWarning, stacklevel=4)
+
+    def _cpu_nodes(self) -> str:
+        """The nodes on ORT's CPU EP, which are what most often stands in the way."""
+        from .session import assignment
+
+        try:
+            found: Assignment = assignment(self.session)
+        except DeltaFuseError:  # no record
+            return ""
+        nodes = found.on(CPU_EP)
+        if not nodes:
+            return ""
+        shown = ", ".join(f"{node.op_type} {node.name!r}" for node in nodes[:5])
+        more = f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
+        return f"; on the CPU run {shown}{more}"
+
+    def _evict(self) -> None:
+        while len(self._plans) > self._cache:
+            self.device.synchronize()
+            _, oldest = self._plans.popitem(last=False)
+            oldest.close()
+        used = {id(plan.slots) for plan in self._plans.values()}
+        self._slots = {key: slots for key, slots in self._slots.items() if id(slots) in used}
