@@ -18,6 +18,7 @@ MUTANTS: dict[str, tuple[str, Edit]] = {}
 STEP = "kda_decode_T1"  # one token, hand-written, three convolutions, softplus gate, 4 heads of 16
 PIECE = "chunk16_T32_beta2"  # two chunks of 16 tokens, states in and out, 3 heads of 8
 BAILING = "bailing_bound3_decode"  # one token, packed convolution, bounded gate
+BATCH = "bailing_dynbatch_decode"  # one token, symbolic batch
 SCAN = "kda_scan_dynT"  # a Scan over any number of tokens
 
 
@@ -524,6 +525,30 @@ def packed_conv_state_not_moved_on(e: Editor) -> None:
 def parts_of_the_convolution_permuted(e: Editor) -> None:
     e.read("node_view", 0, "split_with_sizes_split_2")
     e.read("node_view_2", 0, "split_with_sizes_split_0")
+
+
+# ---- the batch
+
+
+@mutant(BATCH)
+def every_sequence_starts_from_the_first_ones_state(e: Editor) -> None:
+    first = e.make("Gather", "past.0.state", e.const([0], np.int64), axis=0)
+    mixed = e.make("Add", e.make("Mul", "past.0.state", e.const(0.0)), first)
+    own = {n.name for n in e.graph.node[-3:]}
+    for node in e.graph.node:
+        if node.name not in own:
+            node.input[:] = [mixed if name == "past.0.state" else name for name in node.input]
+
+
+@mutant(BATCH)
+def sequences_share_one_convolution_state(e: Editor) -> None:
+    mean = e.make("ReduceMean", "past.0.conv", e.const([0], np.int64), keepdims=1)
+    zeros = e.make("Mul", "past.0.conv", e.const(0.0))
+    mixed = e.make("Add", zeros, mean)
+    own = {n.name for n in e.graph.node[-3:]}
+    for node in e.graph.node:
+        if node.name not in own:
+            node.input[:] = [mixed if name == "past.0.conv" else name for name in node.input]
 
 
 # ---- the Scan
