@@ -202,7 +202,7 @@ class Prover:
                 report.proved = False
                 report.reason = (
                     f"case {case!r} at {tokens} tokens: relative error {worst:.2e}, tolerance {limit:.1e}, in "
-                    f"{extract.outputs[errors.index(worst)].name!r}"
+                    f"{extract.outputs[int(np.argmax(entry.get('errors_float64', errors)))].name!r}"
                 )
                 return report
         if compared < 3:
