@@ -198,7 +198,10 @@ def _pass(
         fresh = written[:, :, n] - erased[:, :, n] @ state
         rows.append((q[:, :, n] * total[:, :, n].exp()) @ state + scores[:, :, n] @ fresh)
         last = total[:, :, n, -1:]
-        state = state * last.exp().transpose(-1, -2) + (k[:, :, n] * (last - total[:, :, n]).exp()).mT @ fresh
+        state = (
+            state * last.exp().transpose(-1, -2)
+            + (k[:, :, n] * (last - total[:, :, n]).exp()).transpose(-1, -2) @ fresh
+        )
     return torch.stack(rows, 2).flatten(2, 3).transpose(1, 2), state
 
 

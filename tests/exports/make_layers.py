@@ -72,6 +72,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     ),
     "neumann16_T48": dict(choice=Choice(core="neumann", conv_state=True), tokens=48, batch=2),
     "neumann16_T16_op23": dict(choice=Choice(core="neumann", norm="native", state="out"), tokens=16, opset=23),
+    # torch's older exporter
+    "legacy_decode_op18": dict(choice=Choice(conv_state=True, l2="div"), tokens=1, opset=18, legacy=True),
+    "legacy_stacked_T4_op18": dict(
+        choice=Choice(core="stacked", decay="sigmoid", gate="silu"), tokens=4, opset=18, legacy=True
+    ),
+    "legacy_chunk16_T32_op20": dict(
+        choice=Choice(core="chunk", conv="packed", state="none"), tokens=32, opset=20, legacy=True
+    ),
     # float32 loses all digits of this inverse for nearly collinear keys: refusing to call it KDA is right
     "neumann32_T32": dict(
         choice=Choice(core="neumann", chunk=32), tokens=32, kda=0, tags=("layer", "prefill", "unstable")

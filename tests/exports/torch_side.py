@@ -5,6 +5,7 @@ Needs torch and transformers; CI never imports it.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import time
@@ -225,6 +226,16 @@ def array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().numpy().copy()
 
 
+def _legacy_export(
+    module: torch.nn.Module, args: tuple[Any, ...], names: tuple[Sequence[str], Sequence[str]], opset: int | None
+) -> onnx.ModelProto:
+    file = io.BytesIO()
+    torch.onnx.export(
+        module, args, file, dynamo=False, opset_version=opset, input_names=list(names[0]), output_names=list(names[1])
+    )
+    return onnx.load_from_string(file.getvalue())
+
+
 def export(
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -236,29 +247,35 @@ def export(
     truth_module: torch.nn.Module | None = None,
     opset: int | None = None,
     optimize: bool = True,
+    legacy: bool = False,
     after: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     **entry: Any,
 ) -> onnx.ModelProto | None:
     """Export with torch.onnx, post-process with ``after``, pack; say so on one line, or say why it failed.
 
     ``truth`` gives the arguments of each case whose outputs PyTorch computes now, with ``truth_module`` (a float32 twin
-    of a half-precision module) where one is given.
+    of a half-precision module) where one is given. ``legacy`` takes torch's TorchScript-based exporter: other names, no
+    shapes, no metadata.
     """
     started = time.time()
     try:
         with torch.no_grad():
-            program = torch.onnx.export(
-                module,
-                args,
-                dynamo=True,
-                dynamic_shapes=dynamic,
-                input_names=list(names[0]) or None,
-                output_names=list(names[1]) or None,
-                opset_version=opset,
-                optimize=optimize,
-                verbose=False,
+            program = (
+                _legacy_export(module, args, names, opset)
+                if legacy
+                else torch.onnx.export(
+                    module,
+                    args,
+                    dynamo=True,
+                    dynamic_shapes=dynamic,
+                    input_names=list(names[0]) or None,
+                    output_names=list(names[1]) or None,
+                    opset_version=opset,
+                    optimize=optimize,
+                    verbose=False,
+                )
             )
-        model = ir.to_proto(program.model)
+        model = program if legacy else ir.to_proto(program.model)
         if after:
             model = after(model)
     except Exception as reason:
