@@ -121,7 +121,10 @@ cudaError_t device_info(DeviceInfo* info) {
       status = cudaDeviceGetAttribute(one.value, one.attribute, device);
       if (status != cudaSuccess) return status;
     }
-    read.capability = major * 10 + minor;
+    int compiled = 0;
+    status = compiled_capability(&compiled);
+    if (status != cudaSuccess) return status;
+    read.capability = major * 10 + minor < compiled ? major * 10 + minor : compiled;
     entry = read;
   }
   *info = entry;

@@ -143,27 +143,43 @@ __device__ __forceinline__ Tile<N> transpose_parts(const Tile<N>& t) {  // each 
   }
   return r;
 }
-// d += A B for 8 columns; b0 and b1 pick the parts of B. Two terms: high high + high low + low high.
-template <typename N, typename B0, typename B1>
-__device__ __forceinline__ void multiply(float (&d)[4], const Tile<N>& a, const Tile<N>& b, B0 b0, B1 b1) {
+// As a right operand a tile is wanted with the two pairs of a row side by side: (row, first), (row, second), (row + 8,
+// first), (row + 8, second). Its columns are the tile's rows.
+template <typename N>
+__device__ __forceinline__ Tile<N> as_right(const Tile<N>& t) {
+  Tile<N> r;
+#pragma unroll
+  for (int i = 0; i < N::kTerms; ++i) r.term[i] = make_uint4(t.term[i].x, t.term[i].z, t.term[i].y, t.term[i].w);
+  return r;
+}
+template <typename N>
+__device__ __forceinline__ void multiply_terms(float (&d)[4], const Tile<N>& a, const uint2 (&b)[N::kTerms]) {
   using E = typename N::E;
-  ptx::mma(d, a.term[0].x, a.term[0].y, a.term[0].z, a.term[0].w, b0(b.term[0]), b1(b.term[0]), E());
-  if constexpr (N::kTerms == 2) {
-    ptx::mma(d, a.term[0].x, a.term[0].y, a.term[0].z, a.term[0].w, b0(b.term[1]), b1(b.term[1]), E());
-    ptx::mma(d, a.term[1].x, a.term[1].y, a.term[1].z, a.term[1].w, b0(b.term[0]), b1(b.term[0]), E());
+  ptx::mma(d, a.term[0].x, a.term[0].y, a.term[0].z, a.term[0].w, b[0].x, b[0].y, E());
+  if constexpr (N::kTerms == 2) {  // high high + high low + low high
+    ptx::mma(d, a.term[0].x, a.term[0].y, a.term[0].z, a.term[0].w, b[1].x, b[1].y, E());
+    ptx::mma(d, a.term[1].x, a.term[1].y, a.term[1].z, a.term[1].w, b[0].x, b[0].y, E());
   }
 }
-// B's columns are the rows of an operand tile with pairs along k: columns 0-7 and 8-15.
+// d0, d1 += A B for columns 0-7 and 8-15 of a right operand.
 template <typename N>
-__device__ __forceinline__ void multiply_rows(float (&d0)[4], float (&d1)[4], const Tile<N>& a, const Tile<N>& b) {
-  multiply<N>(d0, a, b, [](uint4 p) { return p.x; }, [](uint4 p) { return p.z; });
-  multiply<N>(d1, a, b, [](uint4 p) { return p.y; }, [](uint4 p) { return p.w; });
+__device__ __forceinline__ void multiply_low(float (&d)[4], const Tile<N>& a, const Tile<N>& right) {
+  uint2 b[N::kTerms];
+#pragma unroll
+  for (int i = 0; i < N::kTerms; ++i) b[i] = make_uint2(right.term[i].x, right.term[i].y);
+  multiply_terms<N>(d, a, b);
 }
-// B is a tile whose 8 x 8 parts were transposed, so that its pairs run along k.
 template <typename N>
-__device__ __forceinline__ void multiply_parts(float (&d0)[4], float (&d1)[4], const Tile<N>& a, const Tile<N>& b) {
-  multiply<N>(d0, a, b, [](uint4 p) { return p.x; }, [](uint4 p) { return p.y; });
-  multiply<N>(d1, a, b, [](uint4 p) { return p.z; }, [](uint4 p) { return p.w; });
+__device__ __forceinline__ void multiply_high(float (&d)[4], const Tile<N>& a, const Tile<N>& right) {
+  uint2 b[N::kTerms];
+#pragma unroll
+  for (int i = 0; i < N::kTerms; ++i) b[i] = make_uint2(right.term[i].z, right.term[i].w);
+  multiply_terms<N>(d, a, b);
+}
+template <typename N>
+__device__ __forceinline__ void multiply(float (&d0)[4], float (&d1)[4], const Tile<N>& a, const Tile<N>& right) {
+  multiply_low<N>(d0, a, right);
+  multiply_high<N>(d1, a, right);
 }
 
 // Element m (0..15) of an operand tile's pair axis is channel perm(m): a lane's four elements are neighbours in memory.
@@ -212,22 +228,27 @@ __device__ __forceinline__ void store4(T* p, const float (&x)[4]) {
   }
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(fminf(-x, 80.f))); }
+__device__ __forceinline__ float fast_exp(float x) { return ptx::exp2(x * 1.4426950408889634f); }
+__device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.f + fast_exp(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
-// exp(x) for x <= 0 without a systematic error near 0: thousands of these are multiplied up.
+// exp(x) for x <= 0 without a systematic error near 0, where thousands of these are multiplied up.
 __device__ __forceinline__ float exp_decay(float x) {
   const float near = fmaf(x, fmaf(x, fmaf(x, fmaf(x, 1.f / 24, 1.f / 6), 0.5f), 1.f), 1.f);
-  return x > -0.0625f && x < 0.0625f ? near : __expf(x);
+  const float far = fast_exp(x);
+  return fabsf(x) < 0.0625f ? near : far;
 }
 __device__ __forceinline__ float softplus(float x) {
-  const float e = __expf(-fabsf(x));
+  const float e = fast_exp(-fabsf(x));
   const float tail = e < 0.03125f ? e * fmaf(e, fmaf(e, 1.f / 3, -0.5f), 1.f) : __logf(1.f + e);
   return fmaxf(x, 0.f) + tail;
+}
+__device__ __forceinline__ float log_decay_sigmoid(float x, float rate, float lower_bound) {
+  return lower_bound * ptx::reciprocal(1.f + fast_exp(-rate * x));
 }
 // exp of the log decay of one channel. rate: exp(A_log) of the head.
 __device__ __forceinline__ float decay_of(float x, GateActivation activation, float rate, float lower_bound) {
   if (activation == GateActivation::kSoftplus) x = -rate * softplus(x);
-  if (activation == GateActivation::kSigmoid) x = lower_bound * sigmoid(rate * x);
+  if (activation == GateActivation::kSigmoid) x = log_decay_sigmoid(x, rate, lower_bound);
   return exp_decay(x);
 }
 __device__ __forceinline__ float norm_factor(float sum, L2Norm kind, float eps) {

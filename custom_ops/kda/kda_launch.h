@@ -32,7 +32,7 @@ struct UnitLayout {
   int terms, k, v;  // terms: 16-bit terms that stand for one number
   __host__ __device__ constexpr int64_t region() const {
     return int64_t(kTileBytes) * 4 * (k / 16);
-  }                                                                                            // W, Q or E, one term
+  }  // W, Q or E, one term
   __host__ __device__ constexpr int64_t m_region() const { return int64_t(kTileBytes) * 10; }  // M, lower triangle
   __host__ __device__ constexpr int64_t q_offset() const { return terms * region(); }
   __host__ __device__ constexpr int64_t e_offset() const { return 2 * terms * region(); }
@@ -68,7 +68,11 @@ cudaError_t launch_epilogue(const Params& params, int64_t tokens, cudaStream_t s
 // One token a sequence, everything in one launch; convolve: apply the convolution to params' own q, k, v.
 cudaError_t launch_decode(const Params& params, const Rows& rows, bool convolve, cudaStream_t stream);
 
-// Cached per device: compute capability (90 for 9.0) and the shared memory a block may ask for.
+// What the kernels that run here were compiled for (90 for 9.0): less than the device's own where a library built for
+// older GPUs runs on a newer one, and that decides which instructions are there.
+cudaError_t compiled_capability(int* capability);
+
+// Cached per device: the capability that device and compiled kernels share, and the shared memory a block may ask for.
 struct DeviceInfo {
   int capability = 0, shared_bytes = 0, multiprocessors = 0;
 };

@@ -4,8 +4,8 @@
 
 namespace deltafuse::kda {
 
-cudaError_t launch_prepare_bf16(const PrepareArgs& args, cudaStream_t stream) {
-  return launch_prepare_as<NumbersBF16>(args, stream);
+cudaError_t launch_prepare_bf16(const PrepareArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  return launch_prepare_as<NumbersBF16>(args, device, stream);
 }
 cudaError_t launch_scan_bf16(const ScanArgs& args, int k, const DeviceInfo& device, cudaStream_t stream) {
   return launch_scan_for<NumbersBF16>(args, k, device, stream);

@@ -4,8 +4,8 @@
 
 namespace deltafuse::kda {
 
-cudaError_t launch_prepare_f16(const PrepareArgs& args, cudaStream_t stream) {
-  return launch_prepare_as<NumbersF16>(args, stream);
+cudaError_t launch_prepare_f16(const PrepareArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  return launch_prepare_as<NumbersF16>(args, device, stream);
 }
 cudaError_t launch_scan_f16(const ScanArgs& args, int k, const DeviceInfo& device, cudaStream_t stream) {
   return launch_scan_for<NumbersF16>(args, k, device, stream);

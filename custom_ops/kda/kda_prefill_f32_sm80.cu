@@ -4,8 +4,8 @@
 
 namespace deltafuse::kda {
 
-cudaError_t launch_prepare_f32(const PrepareArgs& args, cudaStream_t stream) {
-  return launch_prepare_as<NumbersF32>(args, stream);
+cudaError_t launch_prepare_f32(const PrepareArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  return launch_prepare_as<NumbersF32>(args, device, stream);
 }
 cudaError_t launch_scan_f32(const ScanArgs& args, int k, const DeviceInfo& device, cudaStream_t stream) {
   return launch_scan_for<NumbersF32>(args, k, device, stream);

@@ -23,6 +23,7 @@ struct PrepareArgs {
   L2Norm l2norm;
   GateActivation gate;
   int32_t beta_sigmoid;
+  int32_t staged;  // q, k and g of the chunk are copied to shared memory first
 };
 
 // Shared memory of a block, in bytes.
@@ -34,21 +35,68 @@ struct PrepareShared {
   __host__ __device__ int inverse_offset() const { return a_offset() + terms * 6 * kTileBytes; }
   __host__ __device__ int square_offset() const { return inverse_offset() + terms * 4 * kTileBytes; }
   __host__ __device__ int beta_offset() const { return square_offset() + 4 * 16 * 16 * 4; }
-  __host__ __device__ int keys_offset() const { return beta_offset() + kChunk * 4; }
-  __host__ __device__ int bytes() const { return keys_offset() + terms * 4 * (k / 16) * kTileBytes; }
+  __host__ __device__ int bias_offset() const { return beta_offset() + kChunk * 4; }
+  __host__ __device__ int keys_offset() const { return bias_offset() + k * 4; }
+  // Decayed keys, and what of q, k and g is staged: a region each, keys over k.
+  __host__ __device__ int region() const { return terms * 4 * (k / 16) * kTileBytes; }
+  __host__ __device__ int bytes(bool staged) const { return keys_offset() + (staged ? 3 : 1) * region(); }
 };
 
-template <typename T>
-__device__ __forceinline__ float sum_of_squares(const T* row, int k, int t) {
-  float sum = 0.f;
-  for (int c = t * 8; c < k; c += 32) {
-    float x[8];
-    load8(row + c, x);
+// Eight neighbouring channels as a lane staged them for itself: pieces of 16 bytes, lane by lane.
+template <typename N>
+__device__ __forceinline__ void stage8(unsigned char* at, int64_t stride, const typename N::T* from) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
+  for (int i = 0; i < N::kTerms; ++i) ptx::cp_async16(at + i * stride, reinterpret_cast<const char*>(from) + 16 * i);
+}
+template <typename N>
+__device__ __forceinline__ void unstage8(const unsigned char* at, int64_t stride, float (&x)[8]) {
+  typename N::T y[8];
+#pragma unroll
+  for (int i = 0; i < N::kTerms; ++i) reinterpret_cast<uint4*>(y)[i] = *reinterpret_cast<const uint4*>(at + i * stride);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = to_float(y[i]);
+}
+
+// Decays exp(g) of 2 x 8 elements; one branch for all of them, so that their long chains overlap. kPrecise: no
+// systematic error near 1 (16-bit results do not show it).
+template <bool kPrecise>
+__device__ __forceinline__ void make_decays(float (&x)[2][8], const float (&bias)[8], GateActivation activation,
+                                            float rate, float lower_bound) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  if (activation == GateActivation::kSigmoid) {
+    const float slope = -rate * kLog2e;
+    float offset[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) offset[i] = slope * bias[i];
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[s][i] = ptx::reciprocal(1.f + ptx::exp2(fmaf(x[s][i], slope, offset[i])));
+    }
+  } else {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[s][i] += bias[i];
+    }
+    if (activation == GateActivation::kSoftplus) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[s][i] = softplus(x[s][i]);
+      }
+    }
   }
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+  const float factor = activation == GateActivation::kSigmoid    ? lower_bound
+                       : activation == GateActivation::kSoftplus ? -rate
+                                                                 : 1.f;
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      x[s][i] = kPrecise ? exp_decay(factor * x[s][i]) : ptx::exp2(factor * kLog2e * x[s][i]);
+    }
+  }
 }
 
 // An operand tile of 16 tokens and 16 channels: x[token row][the lane's eight channels], `half` 0 or 1 of the 32.
@@ -63,15 +111,6 @@ __device__ __forceinline__ Tile<N> stacked_tile(const float (&x)[8], const float
   const int i = 4 * half;
   return make_tile<N>(x[i], x[i + 1], y[i], y[i + 1], x[i + 2], x[i + 3], y[i + 2], y[i + 3]);
 }
-template <typename N>
-__device__ __forceinline__ void multiply_low(float (&d)[4], const Tile<N>& a, const Tile<N>& b) {  // B: rows 0-7 of b
-  multiply<N>(d, a, b, [](uint4 p) { return p.x; }, [](uint4 p) { return p.z; });
-}
-template <typename N>
-__device__ __forceinline__ void multiply_high(float (&d)[4], const Tile<N>& a, const Tile<N>& b) {  // rows 8-15 of b
-  multiply<N>(d, a, b, [](uint4 p) { return p.y; }, [](uint4 p) { return p.w; });
-}
-
 template <typename N>
 __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(const PrepareArgs args) {
   using T = typename N::T;
@@ -113,38 +152,146 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
     rate[s] = present[s] ? b * args.beta_scale : 0.f;
     if (t == 0) reinterpret_cast<float*>(shared + at.beta_offset())[token] = rate[s];
     q_scale[s] = args.scale, k_scale[s] = 1.f;
-    if (args.l2norm != L2Norm::kNone) {
-      q_scale[s] *= norm_factor(sum_of_squares(q_row[s], args.k, t), args.l2norm, args.l2norm_eps);
-      k_scale[s] = norm_factor(sum_of_squares(k_row[s], args.k, t), args.l2norm, args.l2norm_eps);
+  }
+  float* bias_of = reinterpret_cast<float*>(shared + at.bias_offset());
+  for (int c = threadIdx.x; c < args.k; c += 128) {
+    bias_of[c] = args.dt_bias ? args.dt_bias[int64_t(head) * args.k + c] : 0.f;
+  }
+  // Every lane stages its own eight channels of each group of 32 and reads nobody else's.
+  unsigned char* own_keys = keys + warp * (args.k / 16) * kTileBytes + lane * 16;
+  const int region = at.region();
+  if (args.staged) {
+    for (int group = 0; group < args.k / 32; ++group) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        unsigned char* slot_of = own_keys + (group * 2 + s) * kTileBytes;
+        stage8<N>(slot_of, key_term, k_row[s] + group * 32 + t * 8);
+        stage8<N>(slot_of + region, key_term, q_row[s] + group * 32 + t * 8);
+      }
+    }
+    ptx::cp_async_commit();
+    for (int group = 0; group < args.k / 32; ++group) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        stage8<N>(own_keys + (group * 2 + s) * kTileBytes + 2 * region, key_term, g_row[s] + group * 32 + t * 8);
+      }
+    }
+    ptx::cp_async_commit();
+  }
+  const auto load_row = [&](const T* row_of, int group, int s, int which, float (&x)[8]) {  // which: 0 k, 1 q, 2 g
+    if (args.staged) {
+      unstage8<N>(own_keys + (group * 2 + s) * kTileBytes + which * region, key_term, x);
+    } else {
+      load8(row_of + group * 32 + t * 8, x);
+    }
+  };
+  // Products q . k of each token with itself, and the norms.
+  float diagonal[2] = {};
+  ptx::cp_async_wait<1>();
+  {
+    float q_sum[2] = {}, k_sum[2] = {};
+    if constexpr (kTerms == 1) {  // on the tensor cores, straight from the rows' own bits; only the diagonals count
+      float qq[2][4] = {}, kk[2][4] = {}, qk[2][4] = {};
+      for (int group = 0; group < args.k / 32; ++group) {
+        uint4 q[2], k[2];
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          const unsigned char* slot_of = own_keys + (group * 2 + s) * kTileBytes;
+          q[s] = *reinterpret_cast<const uint4*>(
+              args.staged ? slot_of + region : reinterpret_cast<const unsigned char*>(q_row[s] + group * 32 + t * 8));
+          k[s] = *reinterpret_cast<const uint4*>(
+              args.staged ? slot_of : reinterpret_cast<const unsigned char*>(k_row[s] + group * 32 + t * 8));
+        }
+        const Tile<N> q_low{{make_uint4(q[0].x, q[1].x, q[0].y, q[1].y)}},
+            k_low{{make_uint4(k[0].x, k[1].x, k[0].y, k[1].y)}};
+        const Tile<N> q_high{{make_uint4(q[0].z, q[1].z, q[0].w, q[1].w)}},
+            k_high{{make_uint4(k[0].z, k[1].z, k[0].w, k[1].w)}};
+        multiply<N>(qk[0], qk[1], q_low, as_right(k_low));
+        multiply<N>(qk[0], qk[1], q_high, as_right(k_high));
+        if (args.l2norm != L2Norm::kNone) {
+          multiply<N>(qq[0], qq[1], q_low, as_right(q_low));
+          multiply<N>(qq[0], qq[1], q_high, as_right(q_high));
+          multiply<N>(kk[0], kk[1], k_low, as_right(k_low));
+          multiply<N>(kk[0], kk[1], k_high, as_right(k_high));
+        }
+      }
+      const int source = lane / 4 * 4 + row / 2;  // the lane of the row that holds its diagonal
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        diagonal[s] = __shfl_sync(kAll, row & 1 ? qk[s][2 * s + 1] : qk[s][2 * s], source);
+        q_sum[s] = __shfl_sync(kAll, row & 1 ? qq[s][2 * s + 1] : qq[s][2 * s], source);
+        k_sum[s] = __shfl_sync(kAll, row & 1 ? kk[s][2 * s + 1] : kk[s][2 * s], source);
+      }
+    } else {
+      for (int group = 0; group < args.k / 32; ++group) {
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          float q[8], k[8];
+          load_row(q_row[s], group, s, 1, q);
+          load_row(k_row[s], group, s, 0, k);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            q_sum[s] = fmaf(q[i], q[i], q_sum[s]), k_sum[s] = fmaf(k[i], k[i], k_sum[s]);
+            diagonal[s] = fmaf(q[i], k[i], diagonal[s]);
+          }
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+#pragma unroll
+        for (int i = 1; i < 4; i *= 2) {
+          q_sum[s] += __shfl_xor_sync(kAll, q_sum[s], i);
+          k_sum[s] += __shfl_xor_sync(kAll, k_sum[s], i);
+          diagonal[s] += __shfl_xor_sync(kAll, diagonal[s], i);
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      q_scale[s] *= norm_factor(q_sum[s], args.l2norm, args.l2norm_eps);
+      k_scale[s] = norm_factor(k_sum[s], args.l2norm, args.l2norm_eps);
+      if (!present[s]) q_scale[s] = k_scale[s] = 0.f;
+      diagonal[s] *= q_scale[s] * k_scale[s];
     }
   }
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // the bias is there
   const float gate_rate = args.gate == GateActivation::kNone ? 1.f : expf(args.A_log[head]);
 
   // Products of 16 x 16 blocks of this warp's rows: inside its own block by the size of the blocks joined, and with the
   // one, two and three blocks before. Rows of the first kind: 0-7 queries, 8-15 keys.
-  float own[3][2][4] = {}, own8[4] = {}, before_q[3][2][4] = {}, before_k[3][2][4] = {}, diagonal[2] = {};
+  float own[3][2][4] = {}, own8[4] = {}, before_q[3][2][4] = {}, before_k[3][2][4] = {};
 
   for (int group = 0; group < args.k / 32; ++group) {
     const int channel = group * 32 + t * 8;
     float q[2][8], k[2][8], p[2][8], x[2][8];  // p: decay since the block's start, x: decay to the block's end
-    float bias[8] = {};
-    if (args.dt_bias) load8(args.dt_bias + int64_t(head) * args.k + channel, bias);
+    float bias[8];
+    load8(bias_of + channel, bias);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      load8(q_row[s] + channel, q[s]);
-      load8(k_row[s] + channel, k[s]);
-      load8(g_row[s] + channel, p[s]);
+      load_row(q_row[s], group, s, 1, q[s]);
+      load_row(k_row[s], group, s, 0, k[s]);
+      load_row(g_row[s], group, s, 2, p[s]);
     }
+    if (args.staged && group < args.v / 32) {  // the values are wanted last: they take the queries' place
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const T* v_row = static_cast<const T*>(args.rows.v) +
+                         (first + (present[s] ? warp * 16 + s * 8 + row : 0)) * args.rows.v_stride +
+                         int64_t(head) * args.v;
+        stage8<N>(own_keys + (group * 2 + s) * kTileBytes + region, key_term, v_row + group * 32 + t * 8);
+      }
+    }
+    ptx::cp_async_commit();
+    make_decays<kTerms == 2>(p, bias, args.gate, gate_rate, args.lower_bound);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float d = decay_of(p[s][i] + bias[i], args.gate, gate_rate, args.lower_bound);
-        q[s][i] = present[s] ? q[s][i] * q_scale[s] : 0.f;
-        k[s][i] = present[s] ? k[s][i] * k_scale[s] : 0.f;
-        p[s][i] = present[s] ? d : 1.f;
+        q[s][i] *= q_scale[s];
+        k[s][i] *= k_scale[s];
+        p[s][i] = present[s] ? p[s][i] : 1.f;
         x[s][i] = 1.f;
-        diagonal[s] = fmaf(q[s][i], k[s][i], diagonal[s]);
       }
     }
     // Blocks of 1, 2 and 4 tokens, in each half of eight tokens.
@@ -164,7 +311,7 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const Tile<N> a = stacked_tile<N>(qf, kf, half);
-          multiply_high<N>(own[level][s], a, a);
+          multiply_high<N>(own[level][s], a, as_right(a));
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -183,7 +330,7 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
       for (int i = 0; i < 8; ++i) qf[i] = q[1][i] * p[1][i], kf[i] = k[1][i] * p[1][i], cf[i] = k[0][i] * x[0][i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        multiply_low<N>(own8, stacked_tile<N>(qf, kf, half), stacked_tile<N>(cf, cf, half));
+        multiply_low<N>(own8, stacked_tile<N>(qf, kf, half), as_right(stacked_tile<N>(cf, cf, half)));
       }
     }
     float* totals = reinterpret_cast<float*>(shared + at.totals_offset()) + (group & 1) * 4 * 32;
@@ -210,7 +357,7 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
     if (warp < 3) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        store_tile<N>(columns + (warp * 2 + half) * kTileBytes, column_term, lane, token_tile<N>(k, half));
+        store_tile<N>(columns + (warp * 2 + half) * kTileBytes, column_term, lane, as_right(token_tile<N>(k, half)));
       }
     }
     __syncthreads();
@@ -221,8 +368,8 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const Tile<N> b = load_tile<N>(columns + (block * 2 + half) * kTileBytes, column_term, lane);
-          multiply_rows<N>(before_q[distance - 1][0], before_q[distance - 1][1], token_tile<N>(p, half), b);
-          multiply_rows<N>(before_k[distance - 1][0], before_k[distance - 1][1], token_tile<N>(x, half), b);
+          multiply<N>(before_q[distance - 1][0], before_q[distance - 1][1], token_tile<N>(p, half), b);
+          multiply<N>(before_k[distance - 1][0], before_k[distance - 1][1], token_tile<N>(x, half), b);
         }
         float total[8];
         load8(totals + block * 32 + t * 8, total);
@@ -249,7 +396,7 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
     for (int half = 0; half < 2; ++half) {
       const int tile = group * 2 + half;
       store_tile<N>(out + unit.q_offset() + (warp * (args.k / 16) + tile) * kTileBytes, unit.region(), lane,
-                    token_tile<N>(p, half));
+                    as_right(token_tile<N>(p, half)));
       store_tile<N>(out + unit.e_offset() + (tile * 4 + warp) * kTileBytes, unit.region(), lane,
                     transpose_parts(token_tile<N>(k, half)));
       store_tile<N>(keys + (warp * (args.k / 16) + tile) * kTileBytes, key_term, lane, token_tile<N>(x, half));
@@ -270,11 +417,6 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
   }
 
   // M of this warp's rows goes out, -A stays in shared memory.
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    diagonal[s] += __shfl_xor_sync(kAll, diagonal[s], 1);
-    diagonal[s] += __shfl_xor_sync(kAll, diagonal[s], 2);
-  }
   unsigned char* m_out = out + unit.m_offset();
   float* square = reinterpret_cast<float*>(shared + at.square_offset()) + warp * 256;  // A of the own block, transposed
   float m_own[2][2];
@@ -292,7 +434,7 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
 #pragma unroll
   for (int e = 0; e < 2; ++e) square[(2 * t + e) * 16 + 8 + row] = own8[2 + e] * rate[1];
   store_tile<N>(m_out + (warp * (warp + 1) / 2 + warp) * kTileBytes, unit.m_region(), lane,
-                make_tile<N>(m_own[0][0], m_own[0][1], own8[0], own8[1], 0.f, 0.f, m_own[1][0], m_own[1][1]));
+                as_right(make_tile<N>(m_own[0][0], m_own[0][1], own8[0], own8[1], 0.f, 0.f, m_own[1][0], m_own[1][1])));
   const int64_t a_term = 6 * kTileBytes;
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
@@ -301,7 +443,7 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
       const auto& m = before_q[distance - 1];
       const auto& a = before_k[distance - 1];
       store_tile<N>(m_out + (warp * (warp + 1) / 2 + block) * kTileBytes, unit.m_region(), lane,
-                    make_tile<N>(m[0][0], m[0][1], m[0][2], m[0][3], m[1][0], m[1][1], m[1][2], m[1][3]));
+                    as_right(make_tile<N>(m[0][0], m[0][1], m[0][2], m[0][3], m[1][0], m[1][1], m[1][2], m[1][3])));
       store_tile<N>(shared + at.a_offset() + (warp * (warp - 1) / 2 + block) * kTileBytes, a_term, lane,
                     make_tile<N>(-rate[0] * a[0][0], -rate[0] * a[0][1], -rate[1] * a[0][2], -rate[1] * a[0][3],
                                  -rate[0] * a[1][0], -rate[0] * a[1][1], -rate[1] * a[1][2], -rate[1] * a[1][3]));
@@ -337,6 +479,7 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
     store_tile<N>(shared + at.inverse_offset() + warp * kTileBytes, 4 * kTileBytes, lane,
                   make_tile<N>(upper[0], upper[1], lower[0], lower[1], upper[8], upper[9], lower[8], lower[9]));
   }
+  ptx::cp_async_wait<0>();
   __syncthreads();
 
   // -W and U = (I + A)^-1 of the keys and the values, by forward substitution over the four blocks of tokens: 32
@@ -345,6 +488,7 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
   for (int group = warp; group < (args.k + args.v) / 32; group += 4) {
     const bool is_w = group < args.k / 32;
     const int tile = is_w ? group * 2 : group * 2 - args.k / 16;
+    const bool staged_v = args.staged && !is_w && tile / 2 < args.k / 32;
     Tile<N> done[3][2];
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
@@ -374,7 +518,15 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float v[4];
-            load4(v_row + half * 16, v);
+            if (staged_v) {  // as the block's own warp staged it: eight neighbours a lane
+              const int element = half * 16 + t * 4, bytes = element % 8 * static_cast<int>(sizeof(T));
+              const unsigned char* from = keys + region + bytes / 16 * key_term + bytes % 16 +
+                                          (block * (args.k / 16) + tile + s) * kTileBytes +
+                                          (row * 4 + element / 8) * 16;
+              load4(reinterpret_cast<const T*>(from), v);
+            } else {
+              load4(v_row + half * 16, v);
+            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               acc[half * 2 + i / 2][s * 2 + i % 2] = token < tokens ? v[i] * b : 0.f;
@@ -386,8 +538,8 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
       for (int earlier = 0; earlier < block; ++earlier) {
         const Tile<N> a =
             load_tile<N>(shared + at.a_offset() + (block * (block - 1) / 2 + earlier) * kTileBytes, a_term, lane);
-        multiply_parts<N>(acc[0], acc[1], a, done[earlier][0]);
-        multiply_parts<N>(acc[2], acc[3], a, done[earlier][1]);
+        multiply<N>(acc[0], acc[1], a, done[earlier][0]);
+        multiply<N>(acc[2], acc[3], a, done[earlier][1]);
       }
       const Tile<N> inverse = load_tile<N>(shared + at.inverse_offset() + block * kTileBytes, 4 * kTileBytes, lane);
 #pragma unroll
@@ -397,12 +549,13 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
         const Tile<N> b = transpose_parts(make_tile<N>(c0[0], c0[1], c0[2], c0[3], c1[0], c1[1], c1[2], c1[3]));
         float (&y0)[4] = y[half * 2];
         float (&y1)[4] = y[half * 2 + 1];
-        multiply_parts<N>(y0, y1, inverse, b);
+        multiply<N>(y0, y1, inverse, b);
         const Tile<N> result = make_tile<N>(y0[0], y0[1], y0[2], y0[3], y1[0], y1[1], y1[2], y1[3]);
         const Tile<N> turned = transpose_parts(result);
         if (block < 3) done[block][half] = turned;
         if (is_w) {
-          store_tile<N>(out + (block * (args.k / 16) + tile + half) * kTileBytes, unit.region(), lane, result);
+          store_tile<N>(out + (block * (args.k / 16) + tile + half) * kTileBytes, unit.region(), lane,
+                        as_right(result));
         } else {  // rows are value channels here: (v, first tokens), (v + 8, first), (v, second), (v + 8, second)
           Tile<N> columns;
 #pragma unroll
@@ -418,14 +571,16 @@ __global__ void __launch_bounds__(128, N::kTerms == 1 ? 3 : 2) prepare_kernel(co
 }
 
 template <typename N>
-cudaError_t launch_prepare_as(const PrepareArgs& args, cudaStream_t stream) {
+cudaError_t launch_prepare_as(PrepareArgs args, const DeviceInfo& device, cudaStream_t stream) {
   const PrepareShared shared{N::kTerms, args.k};
   const int64_t blocks = args.seqs.slots() * args.v_heads;
   if (blocks == 0) return cudaSuccess;
+  args.staged = shared.bytes(true) <= device.shared_bytes;
+  const int bytes = shared.bytes(args.staged);
   const cudaError_t status =
-      cudaFuncSetAttribute(prepare_kernel<N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared.bytes());
+      cudaFuncSetAttribute(prepare_kernel<N>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
-  prepare_kernel<N><<<static_cast<unsigned>(blocks), 128, shared.bytes(), stream>>>(args);
+  prepare_kernel<N><<<static_cast<unsigned>(blocks), 128, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -17,7 +17,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,10 +175,55 @@ class Fla:
         heads = self._heads(shape, x)
         return lambda: self.chunk(**heads, output_final_state=True, safe_gate=True)
 
-    def bind_step(self, shape: Shape, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
+    def bind_step(self, shape: Shape, x: dict[str, torch.Tensor], in_place: bool = True) -> Callable[[], Any]:
         heads = self._heads(shape, x)
         out = torch.empty_like(heads["v"])
-        return lambda: self.step(**heads, inplace_final_state=True, out=out)
+        return lambda: self.step(**heads, inplace_final_state=in_place, output_final_state=True, out=out)
+
+
+class Ort:
+    """ONNX Runtime's GatedDeltaNet on its CUDA EP."""
+
+    name = "ort"
+
+    def __init__(self) -> None:
+        self.peer = importlib.import_module("ort_peer")
+        self.backend = f"onnxruntime {importlib.import_module('onnxruntime').__version__}, CUDAExecutionProvider"
+
+    def bind(self, shape: Shape, x: dict[str, torch.Tensor]) -> tuple[Callable[[], Any], dict[str, torch.Tensor]]:
+        model = self.peer.gated_delta_net_model(
+            shape.tokens, len(shape.lengths), shape.heads, K, BASE.scale, LOWER_BOUND, "bfloat16", shape.ragged
+        )
+        rows = (shape.tokens, shape.heads, K)
+        tensors = {"query": x["q"], "key": x["k"], "value": x["v"], "decay": x["g"]}
+        tensors = {name: tensor.reshape(rows) for name, tensor in tensors.items()}
+        tensors |= {"beta": x["beta"].reshape(rows[:2]), "a_log": x["A_log"], "dt_bias": x["dt_bias"]}
+        tensors["initial_state"] = x["initial_state"].transpose(-1, -2).contiguous()
+        if shape.ragged:
+            tensors["cu_seqlens"] = x["cu_seqlens"].int()
+        outputs = {
+            "output": torch.empty_like(tensors["value"]),
+            "final_state": torch.empty_like(tensors["initial_state"]),
+        }
+        run = self.peer.bind(model, tensors, outputs)
+        outputs["final_state"] = outputs["final_state"].transpose(-1, -2)
+        return (lambda held=tensors: run()), outputs  # held: the operands live as long as the call
+
+
+def bench_ort(ort: Ort, shapes: tuple[Shape, ...], rows: list[dict[str, Any]], repeats: int) -> None:
+    """Adds ORT's errors and times to the rows of ``shapes``."""
+    for shape, row in zip(shapes, rows, strict=True):
+        checked = shape if shape.tokens <= 8192 else replace(shape, lengths=(4096,))
+        x = draw(checked, seed=1)
+        run, outputs = ort.bind(checked, x)
+        run()
+        row["errors"][ort.name] = check(
+            ort.name, checked, (outputs["output"], outputs["final_state"]), truth(checked, x)
+        )
+        row["ms"][ort.name] = time_call(ort.bind(shape, draw(shape))[0], repeats)
+        print(
+            f"{shape.name}: ort {row['ms'][ort.name] * 1e3:.1f} us, error {max(row['errors'][ort.name].values()):.1e}"
+        )
 
 
 def time_call(run: Callable[[], Any], repeats: int) -> float:
@@ -227,8 +272,7 @@ def check(
     return errors
 
 
-def bench_prompts(ours: Ours, fla: Fla | None, shapes: tuple[Shape, ...], repeats: int) -> list[dict[str, Any]]:
-    rows = []
+def bench_prompts(ours: Ours, fla: Fla | None, shapes: tuple[Shape, ...], repeats: int) -> Iterator[dict[str, Any]]:
     for shape in shapes:
         checked = shape if shape.tokens <= 8192 else replace(shape, lengths=(4096,))
         x = draw(checked, seed=1)
@@ -241,15 +285,16 @@ def bench_prompts(ours: Ours, fla: Fla | None, shapes: tuple[Shape, ...], repeat
         row: dict[str, Any] = {"shape": shape.name, "errors": errors, "checked_tokens": checked.tokens}
         row["ms"] = {ours.name: time_call(launch, repeats)}
         if fla is not None:
-            row["ms"][fla.name] = time_call(fla.bind(shape, x), repeats)
+            # Its many launches from Python can take longer than its kernels: a replayed graph leaves them out.
+            run = fla.bind(shape, x)
+            row["fla_launched_ms"] = time_call(run, repeats)
+            row["ms"][fla.name] = min(row["fla_launched_ms"], time_replayed([run], repeats))
         row["floor_ms"] = prompt_floor_ms(shape)
-        rows.append(row)
         show(row, ours.name)
-    return rows
+        yield row
 
 
-def bench_tokens(ours: Ours, fla: Fla | None, shapes: tuple[Shape, ...]) -> list[dict[str, Any]]:
-    rows = []
+def bench_tokens(ours: Ours, fla: Fla | None, shapes: tuple[Shape, ...]) -> Iterator[dict[str, Any]]:
     for shape in shapes:
         state_bytes = 4 * len(shape.lengths) * shape.heads * K * V
         x = draw(shape, seed=2)
@@ -265,11 +310,13 @@ def bench_tokens(ours: Ours, fla: Fla | None, shapes: tuple[Shape, ...]) -> list
             bound = [ours.bind(shape, own, in_place=True) for own in many]
             row["ms"][f"{ours.name} {heat}"] = time_replayed([bound[i % sets][0] for i in range(count)])
             if fla is not None:
-                steps = [fla.bind_step(shape, own) for own in many]
-                row["ms"][f"{fla.name} {heat}"] = time_replayed([steps[i % sets] for i in range(count)])
-        rows.append(row)
+                times = []
+                for in_place in (True, False):  # the faster of its two ways counts
+                    steps = [fla.bind_step(shape, own, in_place) for own in many]
+                    times.append(time_replayed([steps[i % sets] for i in range(count)]))
+                row["ms"][f"{fla.name} {heat}"] = min(times)
         show(row, f"{ours.name} cold")
-    return rows
+        yield row
 
 
 def show(row: dict[str, Any], mine: str) -> None:
@@ -311,7 +358,7 @@ def main() -> int:
         "--library", type=Path, default=None, help="shared library with the kernels (default: the plugin's)"
     )
     parser.add_argument("--out", type=Path, default=None, help="write the figures to this JSON file")
-    parser.add_argument("--peers", default="fla", help="comma-separated: fla")
+    parser.add_argument("--peers", default="fla,ort", help="comma-separated: fla, ort")
     parser.add_argument("--quick", action="store_true", help="the first prompt and token shapes only")
     parser.add_argument("--commit", default="", help="commit to record where git is not there to ask")
     args = parser.parse_args()
@@ -333,12 +380,35 @@ def main() -> int:
             print(f"peer: {fla.backend}")
         except ImportError as error:
             print(f"peer fla is missing ({error}): timed without it")
+    ort = None
+    if "ort" in args.peers:
+        try:
+            ort = Ort()
+            result["ort"] = ort.backend
+        except ImportError as error:
+            print(f"peer ort is missing ({error}): timed without it")
     print(", ".join(f"{name} {value}" for name, value in result.items()))
     prompts, tokens = (PROMPTS[:1], TOKENS[:1]) if args.quick else (PROMPTS, TOKENS)
-    result["tokens"] = bench_tokens(ours, fla, tokens)
-    result["prompts"] = bench_prompts(ours, fla, prompts, 10 if args.quick else 20)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result["tokens"], result["prompts"] = [], []
+
+    def save() -> None:
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with torch.no_grad():
+        for row in bench_tokens(ours, fla, tokens):
+            result["tokens"].append(row)
+            save()
+        for row in bench_prompts(ours, fla, prompts, 10 if args.quick else 20):
+            result["prompts"].append(row)
+            save()
+        if ort is not None:
+            try:
+                bench_ort(ort, tokens, result["tokens"], 20)
+                bench_ort(ort, prompts, result["prompts"], 5)
+            except Exception as error:  # a peer's failure is a line of the report, whatever it raises
+                print(f"peer ort left out: {error}")
+        save()
     return 0
 
 
