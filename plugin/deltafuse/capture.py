@@ -127,7 +127,7 @@ def device_of(session: Any, why: str = "") -> HostDevice:
     if CUDA_EP not in session.get_providers():
         return HostDevice()
     options = session.get_provider_options().get(CUDA_EP, {})
-    index, stream = int(options.get("device_id", 0)), int(options.get(STREAM_OPTION, 0) or 0)
+    index, stream = int(options.get("device_id", 0)), int(str(options.get(STREAM_OPTION) or 0), 0)
     if why:
         return OrtCudaDevice(index, why)
     if stream == 0:
@@ -172,7 +172,8 @@ class Runner:
         self.not_captured: dict[str, str] = {}
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._slots: dict[Any, Slots] = {}
-        self._current: dict[str, Any] | None = None
+        self._current: Mapping[str, Any] | None = None
+        self._state_shapes: tuple[Any, ...] = ()
         self._given: dict[str, Array] = {}
         self._side = 0
         self._lock = threading.Lock()
@@ -335,8 +336,12 @@ class Runner:
         return tuple(source.shape if isinstance(source, np.ndarray) else source.shape())
 
     def _key(self, sources: Mapping[str, Any]) -> Any:
-        shapes = [(name, self._shape(source)) for name, source in sources.items()]
-        return (*shapes, *((name, tuple(value.shape())) for name, value in (self._current or {}).items()))
+        return (*((name, self._shape(source)) for name, source in sources.items()), *self._state_shapes)
+
+    def _hold(self, states: Mapping[str, Any]) -> None:
+        """Take these values as the current states, of shapes that may be new."""
+        self._current = dict(states)
+        self._state_shapes = tuple((name, tuple(value.shape())) for name, value in states.items())
 
     def _start(self, sources: Mapping[str, Any]) -> None:
         """Make the first states, once the inputs' shapes are known."""
@@ -359,11 +364,12 @@ class Runner:
         slots = self._slots.get(tuple((name, array.shape) for name, array in arrays.items()))
         self._side = 0
         if slots is not None:
-            self._current = dict(slots.sides[0])
+            held: Mapping[str, Any] = slots.sides[0]
         else:
-            self._current = {name: self.device.empty(array.shape, self._types[name]) for name, array in arrays.items()}
+            held = {name: self.device.empty(array.shape, self._types[name]) for name, array in arrays.items()}
+        self._hold(held)
         for name, array in arrays.items():
-            self.device.write(self._current[name], array)
+            self.device.write(held[name], array)
 
     def _put(self, buffers: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
         for name, source in sources.items():
@@ -387,7 +393,7 @@ class Runner:
         else:
             plan.run_eager(self._side)
         self._side = plan.slots.after(self._side)
-        self._current = dict(plan.slots.sides[self._side])
+        self._current = plan.slots.sides[self._side]  # the same shapes
         return plan.outputs
 
     def _first_step(self, key: Any, sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -400,14 +406,14 @@ class Runner:
         news = {given: made[output] for given, output in self.states.items()}
         if any(news[name].shape() != self._current[name].shape() for name in self.states):
             self._note(key, "the states grow with every step, so that no two steps have the same shapes")
-            self._current = news
+            self._hold(news)
             return {name: made[name] for name in self.outputs}
         outputs = {}
         for name in self.outputs:
             # Not kept in ORT's arena: a captured graph works in arena memory that was free when it was captured.
             outputs[name] = self.device.empty(made[name].shape(), made[name].element_type())
             self.device.copy(outputs[name], made[name])
-        shape_key = tuple((name, tuple(value.shape())) for name, value in self._current.items())
+        shape_key = self._state_shapes
         if shape_key not in self._slots:
             self._slots[shape_key] = Slots(self.device, self._current, in_place=self._in_place)
             self._side = 0
@@ -415,7 +421,7 @@ class Runner:
         self._side = slots.after(self._side)
         for name, value in news.items():
             self.device.copy(slots.sides[self._side][name], value)
-        self._current = dict(slots.sides[self._side])
+        self._current = slots.sides[self._side]
         plan = Plan(self.session, self.device, inputs, outputs, self.states, slots)
         self._plans[key] = plan
         self._choose(key, plan)

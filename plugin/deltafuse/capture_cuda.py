@@ -5,6 +5,7 @@ Everything that touches the driver is here, so that tests can put another object
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,7 @@ class CudaApi:
             self._call("cuCtxSynchronize")
 
     def upload(self, target: int, source: int, size: int, stream: int) -> None:
-        """Host to device; the host memory may change as soon as this returns only after :meth:`synchronize`."""
+        """Host to device, queued: the host memory must stay as it is until :meth:`synchronize`."""
         with self._current():
             self._call("cuMemcpyHtoDAsync", target, source, size, stream)
 
@@ -104,12 +105,14 @@ class CudaApi:
             self._call("cuStreamBeginCapture", stream, mode)
             try:
                 work()
+                return self._call("cuStreamEndCapture", stream)
             except BaseException:
-                code, *values = self._driver.cuStreamEndCapture(stream)  # the stream must leave capture in any case
+                # The stream must leave capture in any case; where it has left, this is one more refused call.
+                code, *values = self._driver.cuStreamEndCapture(stream)
                 if int(code) == 0 and values:
                     self._driver.cuGraphDestroy(values[0])
+                _forget_runtime_errors()
                 raise
-            return self._call("cuStreamEndCapture", stream)
 
     def host_work(self, graph: Any) -> list[str]:
         """What the graph does with host memory or on the host: it would be repeated with what lay there at capture."""
@@ -159,3 +162,21 @@ class CudaApi:
     def destroy_executable(self, executable: Any) -> None:
         with self._current():
             self._call("cuGraphExecDestroy", executable)
+
+
+def _forget_runtime_errors() -> None:
+    """Clear the last error of the CUDA runtimes in this process.
+
+    A call that was refused during a capture stays there as this thread's last error, and ONNX Runtime would take it for
+    one of its next kernel's.
+    """
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcudart" in line}
+    except OSError:
+        return
+    for path in paths:
+        try:
+            ctypes.CDLL(path).cudaGetLastError()
+        except (OSError, AttributeError):
+            continue

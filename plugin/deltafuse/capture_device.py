@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,9 @@ from .capture_cuda import CudaApi, CudaError
 from .errors import OptionError
 
 Array = NDArray[Any]
+
+#: Queued copies from the host after which they are waited for.
+PENDING_COPIES = 64
 
 _ELEMENTS = {
     "tensor(float)": 1,
@@ -42,6 +46,7 @@ def element_type(name: str, kind: str) -> int:
     return _ELEMENTS[kind]
 
 
+@functools.cache
 def numpy_type(element: int) -> Any:
     """NumPy's type for ONNX's number, bfloat16 as ``ml_dtypes.bfloat16``."""
     from onnx import helper
@@ -142,18 +147,24 @@ class CudaDevice(HostDevice):
 
     def __init__(self, api: CudaApi, stream: int, *, owned: bool = False) -> None:
         self.api, self.stream, self.index, self._owned = api, stream, api.index, owned
+        #: Host memory that queued copies may still read.
+        self._pending: list[Array] = []
 
     def write(self, value: Any, source: Array) -> None:
-        source = np.ascontiguousarray(source)
-        if source.nbytes:
-            self.api.upload(value.data_ptr(), source.ctypes.data, source.nbytes, self.stream)
-            self.api.synchronize(self.stream)  # the array may be changed, or gone, as soon as we return
+        """Queue the copy of an array; the caller may change the array at once."""
+        if not source.nbytes:
+            return
+        if len(self._pending) >= PENDING_COPIES:
+            self.synchronize()
+        own = np.array(source, order="C")
+        self._pending.append(own)
+        self.api.upload(value.data_ptr(), own.ctypes.data, own.nbytes, self.stream)
 
     def read(self, value: Any) -> Array:
         out = np.empty(tuple(value.shape()), numpy_type(value.element_type()))
         if out.nbytes:
             self.api.download(out.ctypes.data, value.data_ptr(), out.nbytes, self.stream)
-        self.api.synchronize(self.stream)
+        self.synchronize()
         return out
 
     def copy(self, target: Any, source: Any) -> None:
@@ -168,6 +179,7 @@ class CudaDevice(HostDevice):
 
     def synchronize(self) -> None:
         self.api.synchronize(self.stream)
+        self._pending.clear()
 
     def settle(self) -> None:
         self.api.synchronize_all()

@@ -638,7 +638,7 @@ def test_host_work_in_a_graph_is_found(node: Any, what: str, bindings: FakeBindi
     assert bindings.calls[-2:] == ["cuGraphDestroy", "cuCtxPopCurrent"] and "cuGraphInstantiate" not in bindings.calls
 
 
-def test_a_capture_that_fails_ends(bindings: FakeBindings) -> None:
+def test_a_capture_that_fails_ends(bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch) -> None:
     api = CudaApi(0)
 
     def fails() -> None:
@@ -647,11 +647,14 @@ def test_a_capture_that_fails_ends(bindings: FakeBindings) -> None:
     with pytest.raises(RuntimeError, match="not permitted"):
         api.capture(7, fails)
     assert bindings.calls[-3:] == ["cuStreamEndCapture", "cuGraphDestroy", "cuCtxPopCurrent"]
+    forgotten: list[int] = []
+    monkeypatch.setattr(capture_cuda, "_forget_runtime_errors", lambda: forgotten.append(1))
     bindings.failing.add("cuStreamEndCapture")
     with pytest.raises(RuntimeError, match="not permitted"):
         api.capture(7, fails)
     with pytest.raises(CudaError, match="cuStreamEndCapture: CUDA_ERROR_X"):
         api.capture(7, lambda: None)
+    assert forgotten == [1, 1]
 
 
 def test_no_cuda_python_and_no_driver(bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch) -> None:

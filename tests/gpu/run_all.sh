@@ -17,7 +17,7 @@ mkdir -p "$results"
 results=$(cd "$results" && pwd)
 carry=${CARRY:-.carry}
 python=${PYTHON:-python3}
-steps=${STEPS:-kernels ep sanitizer bench}
+steps=${STEPS:-kernels ep capture sanitizer bench}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 summary=$results/summary.txt
@@ -104,6 +104,7 @@ for chosen in $steps; do
   case $chosen in
     kernels) step kernels 500 "${tests[@]}" tests/gpu/test_kda_cuda.py ;;
     ep) step ep 300 "${tests[@]}" tests/gpu/test_ep_cuda.py ;;
+    capture) step capture 400 "${tests[@]}" tests/gpu/test_capture_cuda.py ;;
     sanitizer)
       if ! command -v compute-sanitizer >/dev/null; then
         say "sanitizer: skipped, compute-sanitizer is not installed"
