@@ -9,6 +9,8 @@ from typing import Any
 from .capture_device import Graph, HostDevice
 
 SYNCHRONISE_ENTRY = "disable_synchronize_execution_providers"
+#: -1: none of ORT's own graphs. Where the entry is absent, ORT's Python side meets an exception in each run.
+GRAPH_ENTRY = "gpu_graph_id"
 
 
 class Slots:
@@ -103,6 +105,7 @@ def run_options(device: HostDevice) -> Any:
     import onnxruntime as ort
 
     options = ort.RunOptions()
+    options.add_run_config_entry(GRAPH_ENTRY, "-1")
     if device.asynchronous:
         options.add_run_config_entry(SYNCHRONISE_ENTRY, "1")
     return options

@@ -103,7 +103,7 @@ def time_plain_session(model: Path, device: str, batch: int, steps: int, *, plug
         for _ in range(steps):
             _, *states = session.run(None, dict(zip(names, [ids, *states], strict=True)))
 
-    return median_ms(block, steps, 5)
+    return median_ms(block, steps, 3)
 
 
 def check(graphs: Any, eager: Any, batch: int) -> None:
@@ -149,7 +149,7 @@ def measure(model: Path, weights: int, size: ModelSize, device: str, batch: int,
             row["replayed_in_place"] = time_runner(graphs, batch, steps)
             row["replayed_in_place"]["launches_only_ms"] = time_replays(graphs, steps)
         gc.collect()
-    few = max(steps // 5, 2)
+    few = max(steps // (5 * batch), 2)
     row["plain_session_ms"] = time_plain_session(model, device, batch, few, plugin=True)
     row["plain_session_bodies_ms"] = time_plain_session(model, device, batch, few, plugin=False)
     return row
