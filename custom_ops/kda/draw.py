@@ -19,7 +19,7 @@ CASES = (
     "gate-near-bound",  # log decay about -5, or lower_bound
     "gate-unbounded",  # both extremes in one sequence: log decays from 0 to the bound, or to -100 and below
     "collinear-slow",  # keys close to one direction, slow decay, beta near 1
-    "tiny-keys",  # head norms near sqrt(eps): where the eps of the L2 norm matters
+    "tiny-keys",  # head norms near sqrt(eps), or eps for "max": where the eps of the L2 norm matters
     "zero-state",
     "full-state",  # a large initial state
     "ragged",  # with cu_seqlens: empty sequences and sequences of one token
@@ -66,6 +66,11 @@ def _lengths(sequences: int, tokens: int, rng: np.random.Generator, case: str) -
     return np.concatenate([[0], np.sort(cuts), [tokens]])
 
 
+def _eps_length(config: KdaConfig) -> float:
+    """The length of a vector at which the L2 norm's epsilon counts as much as the vector does."""
+    return config.l2norm_eps if config.qk_l2norm == "max" else float(np.sqrt(config.l2norm_eps))
+
+
 def draw_inputs(
     config: KdaConfig,
     batch: int,
@@ -107,7 +112,7 @@ def draw_inputs(
         # keys longer than 1 make the recurrence itself unstable, whatever computes it
         q, k = (y / np.sqrt(np.sum(y * y, axis=-1, keepdims=True)) for y in (q, k))
     elif case == "tiny-keys":
-        q, k = (y * np.sqrt(config.l2norm_eps / key_dim) * rng.uniform(0.3, 3.0, (*lead, heads, 1)) for y in (q, k))
+        q, k = (y * (_eps_length(config) / np.sqrt(key_dim)) * rng.uniform(0.3, 3.0, (*lead, heads, 1)) for y in (q, k))
     values: dict[str, Array] = {
         name: y.reshape(*lead, y.shape[2] * y.shape[3]) for name, y in (("q", q), ("k", k), ("v", v))
     }
@@ -136,10 +141,12 @@ def draw_inputs(
         if config.qk_l2norm == "none":
             weight /= np.sum(np.abs(weight), axis=-1, keepdims=True)
         values["conv_weight"] = weight
-        size = np.sqrt(config.l2norm_eps) if case == "tiny-keys" else 0.0 if config.qk_l2norm == "none" else 0.1
+        size = _eps_length(config) if case == "tiny-keys" else 0.0 if config.qk_l2norm == "none" else 0.1
         values["conv_bias"] = size * rng.standard_normal(channels)
         past = rng.standard_normal((batch, channels, max(config.conv_state_width, 1)))
-        values["conv_state"] = past * (0.1 if config.qk_l2norm == "none" else 10.0 * size)
+        # as small as the keys themselves, or the norms behind the convolution would leave their epsilon's reach
+        tiny = _eps_length(config) * 0.3 / np.sqrt(key_dim)
+        values["conv_state"] = past * (tiny if case == "tiny-keys" else 0.1 if config.qk_l2norm == "none" else 1.0)
     state_size = {"zero-state": 0.0, "full-state": 20.0}.get(case, 1.0)
     layout = (key_dim, value_dim) if config.state_layout == "KV" else (value_dim, key_dim)
     values["initial_state"] = state_size * rng.standard_normal((batch, v_heads, *layout))
