@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
-from kda_runner import Call, KdaConfig, Kernels, find_library, tolerance
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu.kda_runner import Call, KdaConfig, Kernels, find_library, tolerance
 
 K = V = 128
 LOWER_BOUND = -5.0

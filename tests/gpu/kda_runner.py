@@ -81,9 +81,9 @@ def find_library() -> Path | None:
     if named:
         return Path(named)
     spec = importlib.util.find_spec("deltafuse")
-    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    folders = [Path(str(f)) for f in (spec.submodule_search_locations or [])] if spec is not None else []
     for folder in [*folders, Path(__file__).resolve().parents[2] / "plugin" / "deltafuse"]:
-        library = Path(folder) / "libdeltafuse_ep.so"
+        library = folder / "libdeltafuse_ep.so"
         if library.is_file():
             return library
     return None
@@ -175,8 +175,7 @@ class Call:
         if c.has_final_state:
             inner = (c.head_dim, c.head_v_dim) if c.state_layout == "KV" else (c.head_v_dim, c.head_dim)
             reuse = in_place and c.has_initial_state
-            shape = (sequences, c.num_v_heads, *inner)
-            fresh = nans(shape, TORCH_DTYPES[state_dtype], device)
+            fresh = nans((sequences, c.num_v_heads, *inner), TORCH_DTYPES[state_dtype], device)
             self.outputs["final_state"] = t["initial_state"] if reuse else fresh
         for name, tensor in self.outputs.items():
             setattr(p, name, tensor.data_ptr())

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from kda_runner import KdaConfig, Kernels, draw_inputs, find_library, reference, relative_error
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu.kda_runner import KdaConfig, Kernels, draw_inputs, find_library, reference, relative_error
 
 LAYER = KdaConfig(
     num_heads=1,
