@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 
 from .assigned import Assignment
-from .capture_cuda import CudaApi, CudaError
-from .capture_device import Array, CudaDevice, HostDevice, OrtCudaDevice, element_type, numpy_type
+from .capture_device import Array, HostDevice, element_type, numpy_type
 from .capture_plan import Plan, Slots, run_unplanned
+from .capture_session import device_of, make_session
 from .capture_states import first_shape, pair_states
 from .errors import DeltaFuseError, OptionError
-from .placement import LEGACY_DEFAULT_STREAM, STREAM_OPTION
 
-CUDA_EP = "CUDAExecutionProvider"
 CPU_EP = "CPUExecutionProvider"
 GRAPHS = ("auto", "always", "never")
 
@@ -72,7 +70,7 @@ def capture(
         if value < 1:
             raise OptionError(f"{name} {value}: expected 1 or more")
     if isinstance(model, (str, os.PathLike, bytes)):
-        session, place = _make_session(model, device, graphs, sess_options, provider_options, strict)
+        session, place = make_session(model, device, graphs, sess_options, provider_options, strict)
     else:
         if device != "auto" or sess_options is not None or provider_options is not None or strict:
             raise OptionError("device, sess_options, provider_options and strict are for a path, not for a session")
@@ -82,68 +80,11 @@ def capture(
     return Runner(session, place, pair_states(session, states), graphs, in_place, warmup, cache)
 
 
-def _make_session(
-    model: str | os.PathLike[str] | bytes,
-    device: str,
-    graphs: str,
-    sess_options: Any,
-    provider_options: Mapping[str, Mapping[str, Any]] | None,
-    strict: bool,
-) -> tuple[Any, HostDevice]:
-    """A session and its device, on a stream of our own where the caller gave none."""
-    import onnxruntime as ort
-
-    from .session import session as make
-
-    options = {name: dict(values) for name, values in (provider_options or {}).items()}
-    mine: CudaApi | None = None
-    why, stream = "", 0
-    wanted = device != "cpu" and graphs != "never" and CUDA_EP in ort.get_available_providers()
-    if wanted and STREAM_OPTION not in options.get(CUDA_EP, {}):
-        number = device.partition(":")[2]
-        try:
-            mine = CudaApi(int(number) if number.isdigit() else 0)
-            stream = mine.make_stream()
-            options.setdefault(CUDA_EP, {})[STREAM_OPTION] = stream
-        except CudaError as error:
-            why = str(error)
-    try:
-        session = make(model, device, sess_options=sess_options, provider_options=options, strict=strict)
-    except BaseException:
-        if mine is not None:
-            mine.spare_stream(stream)
-        raise
-    if CUDA_EP not in session.get_providers():
-        if mine is not None:
-            mine.spare_stream(stream)
-        return session, HostDevice()
-    if mine is not None:
-        return session, CudaDevice(mine, stream, owned=True)
-    return session, device_of(session, why)
-
-
-def device_of(session: Any, why: str = "") -> HostDevice:
-    """Where a session's operands belong, and whether its steps can be captured."""
-    if CUDA_EP not in session.get_providers():
-        return HostDevice()
-    options = session.get_provider_options().get(CUDA_EP, {})
-    index, stream = int(options.get("device_id", 0)), int(str(options.get(STREAM_OPTION) or 0), 0)
-    if why:
-        return OrtCudaDevice(index, why)
-    if stream == 0:
-        return OrtCudaDevice(
-            index, f"the session has no {STREAM_OPTION}: give capture() the model, or make it with one"
-        )
-    if stream == LEGACY_DEFAULT_STREAM:
-        return OrtCudaDevice(index, "the session runs on the default stream, which CUDA cannot capture")
-    try:
-        return CudaDevice(CudaApi(index), stream)
-    except CudaError as error:
-        return OrtCudaDevice(index, str(error))
-
-
 class Runner:
     """Runs a model's steps; made by :func:`capture`. One step at a time: calls from several threads take turns.
+
+    While steps are captured, run the session through the runner only: a captured step works in memory of ONNX Runtime's
+    arena that another run may have been given.
 
     Attributes:
         session: the ``InferenceSession``.
@@ -386,7 +327,7 @@ class Runner:
             return self._first_step(key, sources)
         self._plans.move_to_end(key)
         self._put(plan.inputs, sources)
-        if not plan.graphs and not plan.refusal and self._is_warm(plan):
+        if not plan.graphs and not plan.refusal and plan.is_warm(self._warmup):
             self._capture(key, plan)
         if plan.graphs:
             plan.replay(self._side)
@@ -438,9 +379,6 @@ class Runner:
             plan.refusal = f"input {', '.join(plan.on_host)} is wanted in host memory{self._cpu_nodes()}"
         if plan.refusal:
             self._note(key, plan.refusal)
-
-    def _is_warm(self, plan: Plan) -> bool:
-        return min(plan.eager_runs) >= 1 and sum(plan.eager_runs) >= self._warmup
 
     def _capture(self, key: Any, plan: Plan) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ class Plan:
         self.session, self.device, self.slots, self._pairs = session, device, slots, dict(pairs)
         self.inputs, self.outputs = dict(inputs), dict(outputs)
         self.eager_runs = [0] * slots.count
+        self._thread = 0
         self.graphs: list[Graph] = []
         #: Why this set of shapes is not captured, "" while it may be.
         self.refusal = ""
@@ -67,10 +69,17 @@ class Plan:
         return binding
 
     def run_eager(self, side: int) -> None:
+        if self._thread != threading.get_ident():
+            # ONNX Runtime keeps some handles for each thread; a capture must not be the first to need them.
+            self._thread, self.eager_runs = threading.get_ident(), [0] * self.slots.count
         if self.on_host:
             self._bindings[side] = self._bind(side)
         self.session.run_with_iobinding(self._bindings[side], self.options)
         self.eager_runs[side] += 1
+
+    def is_warm(self, steps: int) -> bool:
+        """Did this thread run so many steps eagerly, and at least one from each side?"""
+        return self._thread == threading.get_ident() and min(self.eager_runs) >= 1 and sum(self.eager_runs) >= steps
 
     def replay(self, side: int) -> None:
         self.graphs[side].launch()

@@ -32,6 +32,7 @@ FOLDER_ENTRY = "session.model_external_initializers_file_folder_path"
 #: Operators that choose: models with one of them keep float32 matrix products in float32.
 ROUTER_OPS = ("TopK", "MoE", "QMoE", "MoEGroupRouter", "GroupRouter", "GroupedQMoE")
 
+NO_CPU_KERNEL = "the CPU kernel is not used in a session on a GPU"
 #: ONNX Runtime's op that stands in (com.microsoft).
 ORT_OP = "LinearAttention"
 
@@ -154,13 +155,20 @@ def _present(node: Any) -> set[str]:
     return inputs | {name for name, value in zip(OUTPUTS, node.output, strict=False) if value}
 
 
-def lower(model: str | os.PathLike[str] | bytes, refused: Sequence[Step], ort_version: tuple[int, int]) -> Lowered:
+def lower(
+    model: str | os.PathLike[str] | bytes,
+    refused: Sequence[Step],
+    ort_version: tuple[int, int],
+    *,
+    on_gpu: bool = False,
+) -> Lowered:
     """Change the refused nodes that ONNX Runtime's own op can run, in a copy of the model.
 
     Args:
         model: the model, as it was given to the session: a path or bytes. Not changed.
         refused: the nodes in question; those of other ops than ``KimiDeltaAttention`` stay.
         ort_version: of the ONNX Runtime that is to run it.
+        on_gpu: the session is on a GPU: the reasons then name the CPU kernel too, which is passed over there.
 
     Returns:
         The new model; where nothing could be changed, ``model`` in it is b"".
@@ -188,7 +196,7 @@ def lower(model: str | os.PathLike[str] | bytes, refused: Sequence[Step], ort_ve
         key = (node.op_type, node.name or next(iter(node.output), ""))
         if node.domain == DOMAIN and key in wanted:
             reason = _lower_node(node, opset, ort_version, functions)
-            results[key] = _with(wanted[key], reason)
+            results[key] = _with(wanted[key], f"{reason}; {NO_CPU_KERNEL}" if reason and on_gpu else reason)
     steps = tuple(
         results.get((step.op_type, step.name), _with(step, "the node is not in the model's graph")) for step in refused
     )

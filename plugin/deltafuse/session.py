@@ -132,29 +132,28 @@ def session(
 
     made = create(path_or_bytes)
     refused = assignment(made).refused
-    if refused and strict:
-        _check_strict(made)
     if not refused:
         return made
-    del made  # its memory is wanted for the next one
-    return _step_down(ort, create, chosen, path_or_bytes, refused)
-
-
-def _step_down(
-    ort: Any, create: Any, options: Any, model: str | os.PathLike[str] | bytes, refused: list[NodeAssignment]
-) -> Any:
-    """A session in which onnxruntime's own op runs those of the refused nodes that it can run."""
+    if strict:
+        _check_strict(made)
     version = tuple(int(part) for part in ort.__version__.split(".")[:2])
     steps = [fallback.Step(node.op_type, node.name, node.reason) for node in refused]
-    lowered = fallback.lower(model, steps, (version[0], version[1]))
-    if lowered.model and lowered.folder:
+    lowered = fallback.lower(path_or_bytes, steps, (version[0], version[1]), on_gpu=kind == "cuda")
+    if not lowered.model:
+        _steps[made] = lowered.steps
+        return made
+    del made  # its memory is wanted for the next one
+    return _step_down(create, chosen, path_or_bytes, lowered)
+
+
+def _step_down(create: Any, options: Any, model: str | os.PathLike[str] | bytes, lowered: fallback.Lowered) -> Any:
+    """The session in which onnxruntime's own op runs those of the refused nodes that it can run."""
+    if lowered.folder:
         options.add_session_config_entry(fallback.FOLDER_ENTRY, lowered.folder)
     try:
-        made = create(lowered.model or model)
+        made = create(lowered.model)
         _steps[made] = lowered.steps
     except Exception as error:  # onnxruntime has no common base for its errors
-        if not lowered.model:
-            raise
         made = create(model)
         why = f"onnxruntime did not take the changed model: {error}"
         _steps[made] = tuple(fallback.Step(step.op_type, step.name, step.reason, why) for step in lowered.steps)

@@ -117,6 +117,8 @@ def test_reasons_why_ort_does_not_run_it() -> None:
     ragged = next(config for config in CONFIGS.values() if config.has_cu_seqlens)
     model = call_model(ragged, draw(ragged, 2, 6)).SerializeToString()
     assert "cu_seqlens" in lower(model, [REFUSED], ORT).steps[0].ort_reason
+    on_gpu = lower(model, [REFUSED], ORT, on_gpu=True).steps[0].ort_reason
+    assert "cu_seqlens" in on_gpu and "the CPU kernel is not used in a session on a GPU" in on_gpu
     plain = call_model(SMALL, draw(SMALL, 1, 3))
     assert "needs ONNX Runtime 1.27" in lower(plain.SerializeToString(), [REFUSED], (1, 26)).steps[0].ort_reason
     other = replace(REFUSED, name="another")
@@ -180,7 +182,7 @@ def test_the_body_is_the_last_step(library: str) -> None:
 def test_a_changed_model_that_ort_does_not_take(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw(SMALL, 2, 5)
     real = fallback.lower
-    monkeypatch.setattr(fallback, "lower", lambda *given: replace(real(*given), model=b"garbage"))
+    monkeypatch.setattr(fallback, "lower", lambda *given, **how: replace(real(*given, **how), model=b"garbage"))
     made = deltafuse.session(refusing(inputs).SerializeToString(), device="cpu", sess_options=quiet())
     (node,) = deltafuse.assignment(made).refused
     assert "did not take the changed model" in node.reason and not node.runs_as

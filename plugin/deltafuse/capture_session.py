@@ -1,0 +1,73 @@
+"""The session of a runner: made on a stream of our own, or looked at for the stream that it has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .capture_cuda import CudaApi, CudaError
+from .capture_device import CudaDevice, HostDevice, OrtCudaDevice
+from .placement import LEGACY_DEFAULT_STREAM, STREAM_OPTION
+
+CUDA_EP = "CUDAExecutionProvider"
+
+
+def make_session(
+    model: str | os.PathLike[str] | bytes,
+    device: str,
+    graphs: str,
+    sess_options: Any,
+    provider_options: Mapping[str, Mapping[str, Any]] | None,
+    strict: bool,
+) -> tuple[Any, HostDevice]:
+    """A session and its device, on a stream of our own where the caller gave none."""
+    import onnxruntime as ort
+
+    from .session import session as make
+
+    options = {name: dict(values) for name, values in (provider_options or {}).items()}
+    mine: CudaApi | None = None
+    why, stream = "", 0
+    wanted = device != "cpu" and graphs != "never" and CUDA_EP in ort.get_available_providers()
+    if wanted and STREAM_OPTION not in options.get(CUDA_EP, {}):
+        number = device.partition(":")[2]
+        try:
+            mine = CudaApi(int(number) if number.isdigit() else 0)
+            stream = mine.make_stream()
+            options.setdefault(CUDA_EP, {})[STREAM_OPTION] = stream
+        except CudaError as error:
+            why = str(error)
+    try:
+        session = make(model, device, sess_options=sess_options, provider_options=options, strict=strict)
+    except BaseException:
+        if mine is not None:
+            mine.spare_stream(stream)
+        raise
+    if CUDA_EP not in session.get_providers():
+        if mine is not None:
+            mine.spare_stream(stream)
+        return session, HostDevice()
+    if mine is not None:
+        return session, CudaDevice(mine, stream, owned=True)
+    return session, device_of(session, why)
+
+
+def device_of(session: Any, why: str = "") -> HostDevice:
+    """Where a session's operands belong, and whether its steps can be captured."""
+    if CUDA_EP not in session.get_providers():
+        return HostDevice()
+    options = session.get_provider_options().get(CUDA_EP, {})
+    index, stream = int(options.get("device_id", 0)), int(str(options.get(STREAM_OPTION) or 0), 0)
+    if why:
+        return OrtCudaDevice(index, why)
+    if stream == 0:
+        return OrtCudaDevice(
+            index, f"the session has no {STREAM_OPTION}: give capture() the model, or make it with one"
+        )
+    if stream == LEGACY_DEFAULT_STREAM:
+        return OrtCudaDevice(index, "the session runs on the default stream, which CUDA cannot capture")
+    try:
+        return CudaDevice(CudaApi(index), stream)
+    except CudaError as error:
+        return OrtCudaDevice(index, str(error))
