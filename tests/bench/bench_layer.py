@@ -95,7 +95,7 @@ def measure(model: Path, fused: Path, feeds: dict[str, np.ndarray], device: str,
             row[name]["error"] = max(library.error(o, t) for o, t in zip(outputs, truth, strict=True))
             row[name]["times_faster"] = row["unfused"]["median_ms"] / row[name]["median_ms"]
         if plugin:
-            row[name]["assignment"] = sorted({f"{a.op}: {a.ep}" for a in deltafuse.assignment(made) if "Kimi" in a.op})
+            row[name]["assignment"] = sorted({f"{a.op_type}: {a.ep}" for a in deltafuse.assignment(made) if "Kimi" in a.op_type})
         del made
     return row
 
@@ -125,7 +125,7 @@ def main() -> None:
             model, fused = Path(folder) / "steps.onnx", Path(folder) / "steps.fused.onnx"
             onnx.save(export.proto(), model)
             deltafuse.fuse(model, fused, require={"kda": 3})
-            rows["hybrid4_decode"] = measure(model, fused, export.feeds(export.valid[0]), args.device, 0)
+            rows["hybrid4_decode"] = measure(model, fused, export.feeds(export.bindings[0]), args.device, 0)
     gpu = None
     if args.device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
