@@ -168,7 +168,7 @@ class Runner:
                     if plan is None or plan.graphs or plan.refusal:
                         break
             finally:
-                self._set_states(kept)
+                self._set_states({name: array.shape for name, array in kept.items()}, kept)
             return plan is not None and bool(plan.graphs)
 
     def synchronize(self) -> None:
@@ -293,24 +293,26 @@ class Runner:
             for declared, size in zip(self._shapes[name], self._shape(source), strict=False):
                 if isinstance(declared, str):
                     symbols.setdefault(declared, size)
-        empty = {
-            name: np.zeros(first_shape(self._shapes[name], symbols), numpy_type(self._types[name]))
+        shapes = {
+            name: self._given[name].shape if name in self._given else first_shape(self._shapes[name], symbols)
             for name in self.states
-            if name not in self._given
         }
-        self._set_states({name: (self._given | empty)[name] for name in self.states})
+        self._set_states(shapes, self._given)
 
-    def _set_states(self, arrays: Mapping[str, Array]) -> None:
-        """Put the states into the first side of their slots, or into memory that becomes it."""
-        slots = self._slots.get(tuple((name, array.shape) for name, array in arrays.items()))
+    def _set_states(self, shapes: Mapping[str, tuple[int, ...]], arrays: Mapping[str, Array]) -> None:
+        """Put the states, zeros where no array is given, into the first side of their slots or what becomes it."""
+        slots = self._slots.get(tuple(shapes.items()))
         self._side = 0
         if slots is not None:
             held: Mapping[str, Any] = slots.sides[0]
         else:
-            held = {name: self.device.empty(array.shape, self._types[name]) for name, array in arrays.items()}
+            held = {name: self.device.empty(shape, self._types[name]) for name, shape in shapes.items()}
         self._hold(held)
-        for name, array in arrays.items():
-            self.device.write(held[name], array)
+        for name, value in held.items():
+            if name in arrays:
+                self.device.write(value, arrays[name])
+            else:
+                self.device.zero(value)
 
     def _put(self, buffers: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
         for name, source in sources.items():
