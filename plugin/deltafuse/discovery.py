@@ -1,5 +1,15 @@
 """Where the plugin EP's library is, what was built into it, and what it says of itself.
 
+The library is looked for in one order, and the first that is there is used:
+
+1. an explicit path: the argument of :func:`get_library_path` (and of ``deltafuse.register``), then the environment
+   variable ``DELTAFUSE_EP_PATH``, then ``DELTAFUSE_LIBRARY``, its earlier name. A path is the library or a folder that
+   holds ``libdeltafuse_ep.so``. An explicit path with nothing there is an error; the search does not go on;
+2. the installed package ``deltafuse``;
+3. beside the application: the folders of the main module's file, of ``sys.argv[0]``, of a frozen application's files
+   (``sys._MEIPASS``) and of ``sys.executable``, each as it is given and with links resolved. The working directory is
+   not among them: a library must not be loaded because of where a shell happens to stand.
+
 Importing this module loads neither onnxruntime nor the library.
 """
 
@@ -11,6 +21,9 @@ import importlib
 import importlib.metadata
 import json
 import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +31,26 @@ from .errors import DeltaFuseError
 
 EP_NAME = "DeltaFuseExecutionProvider"
 LIBRARY_NAME = "libdeltafuse_ep.so"
-#: Environment variable: a library to use in place of the installed one.
-LIBRARY_VARIABLE = "DELTAFUSE_LIBRARY"
+#: Environment variables that name the library, in this order.
+LIBRARY_VARIABLES = ("DELTAFUSE_EP_PATH", "DELTAFUSE_LIBRARY")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place where the library may be.
+
+    Attributes:
+        path: the library's path, if it is there.
+        source: "argument", the environment variable's name, "package" or "application".
+    """
+
+    path: Path
+    source: str
+
+    @property
+    def explicit(self) -> bool:
+        """Did somebody name it? Then no other place is looked at."""
+        return self.source not in ("package", "application")
 
 
 class PluginError(DeltaFuseError):
@@ -36,21 +67,55 @@ def get_ep_names() -> list[str]:
     return [EP_NAME]
 
 
-def get_library_path() -> str:
-    """The absolute path of the plugin EP's library.
+def places(path: str | os.PathLike[str] | None = None) -> Iterator[Place]:
+    """The places where the library is looked for, in order; after an explicit one there is none.
+
+    Args:
+        path: an explicit path, or None.
+    """
+    named = [("argument", os.fspath(path) if path is not None else "")]
+    named += [(variable, os.environ.get(variable, "")) for variable in LIBRARY_VARIABLES]
+    for source, value in named:
+        if value:
+            given = Path(value).expanduser()
+            yield Place(given / LIBRARY_NAME if given.is_dir() else given, source)
+            return
+    seen: set[Path] = set()
+    folders = [(folder, "package") for folder in _package_folders()]
+    for folder, source in folders + [(folder, "application") for folder in _application_folders()]:
+        if folder not in seen:
+            seen.add(folder)
+            yield Place(folder / LIBRARY_NAME, source)
+
+
+def find_library(path: str | os.PathLike[str] | None = None) -> Place:
+    """The place of :func:`places` that is used, with an absolute path.
 
     Raises:
-        PluginError: it was not built, with the reason that the build gave; or ``DELTAFUSE_LIBRARY`` names no file.
+        PluginError: as :func:`get_library_path`.
     """
-    chosen = os.environ.get(LIBRARY_VARIABLE)
-    if chosen:
-        if not Path(chosen).is_file():
-            raise PluginError(f"{LIBRARY_VARIABLE} is {chosen}: there is no such file")
-        return str(Path(chosen).resolve())
-    found = _package_file(LIBRARY_NAME)
-    if found is None:
-        raise PluginError(f"the plugin EP's library {LIBRARY_NAME} is not installed: {build_info()['missing']}")
-    return str(found)
+    looked: list[str] = []
+    for place in places(path):
+        if place.path.is_file():
+            return Place(place.path.resolve(), place.source)
+        if place.explicit:
+            raise PluginError(f"{place.source} is {place.path}: there is no such file")
+        if place.source == "application":
+            looked.append(str(place.path.parent))
+    beside = f" (nor is one beside the application: {', '.join(looked)})" if looked else ""
+    raise PluginError(f"the plugin EP's library {LIBRARY_NAME} is not installed: {build_info()['missing']}{beside}")
+
+
+def get_library_path(path: str | os.PathLike[str] | None = None) -> str:
+    """The absolute path of the plugin EP's library, by the order at the head of this module.
+
+    Args:
+        path: a library, or a folder that holds one, to use in place of what would be found.
+
+    Raises:
+        PluginError: an explicit path names no file; or it was not built, with the reason that the build gave.
+    """
+    return str(find_library(path).path)
 
 
 def build_info() -> dict[str, Any]:
@@ -74,13 +139,16 @@ def build_info() -> dict[str, Any]:
     return info
 
 
-def cuda_status() -> str:
+def cuda_status(library: str | None = None) -> str:
     """Why the library can use no CUDA device of this machine, or "" where it can.
+
+    Args:
+        library: path of the library that ORT loaded, :func:`get_library_path` by default.
 
     Raises:
         PluginError: there is no library.
     """
-    return _text(load_library(get_library_path()).deltafuse_cuda_status())
+    return _text(load_library(library or get_library_path()).deltafuse_cuda_status())
 
 
 def refusals(tag: str, library: str | None = None) -> list[dict[str, str]]:
@@ -119,12 +187,35 @@ def _text(value: bytes | None) -> str:
     return (value or b"").decode("utf-8", "replace")
 
 
-def _package_file(name: str) -> Path | None:
-    """A file of the installed package. In an editable install it does not lie beside the Python sources."""
+def _package_folders() -> Iterator[Path]:
+    """Folders of the installed package. In an editable install the library does not lie beside the Python sources."""
     package = importlib.import_module(__name__.rpartition(".")[0])
-    places = [Path(place) / name for place in package.__path__]
+    for folder in package.__path__:
+        yield Path(folder).resolve()
     try:
-        places.append(Path(str(importlib.metadata.distribution("deltafuse").locate_file(f"deltafuse/{name}"))))
+        yield Path(str(importlib.metadata.distribution("deltafuse").locate_file("deltafuse"))).resolve()
     except importlib.metadata.PackageNotFoundError:
-        pass
-    return next((place.resolve() for place in places if place.is_file()), None)
+        return
+
+
+def _package_file(name: str) -> Path | None:
+    files = (folder / name for folder in _package_folders())
+    return next((file.resolve() for file in files if file.is_file()), None)
+
+
+def _application_folders() -> Iterator[Path]:
+    """Folders beside the running program."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    for program in (main, sys.argv[0] if sys.argv else None):
+        if program and Path(program).is_file():  # not "-c", "-m" or "": those would mean the working directory
+            yield from _as_given_and_resolved(Path(program))
+    unpacked = getattr(sys, "_MEIPASS", None)
+    if unpacked:
+        yield Path(unpacked).resolve()
+    if sys.executable:
+        yield from _as_given_and_resolved(Path(sys.executable))
+
+
+def _as_given_and_resolved(file: Path) -> Iterator[Path]:
+    yield file.absolute().parent
+    yield file.resolve().parent

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from . import fallback
+from . import cuda_ep, fallback
 from .assigned import Assignment, NodeAssignment, model_calls
+from .cuda_ep import CUDA_EP, CudaEp
 from .discovery import EP_NAME, PluginError, get_library_path, refusals
 from .errors import DeltaFuseError, OptionError, OrtError
 from .lifetime import other_version
-from .placement import checked_stream
+from .providers import add_providers, as_text
 
 MIN_ORT = (1, 27)
-CUDA_EP = "CUDAExecutionProvider"
 #: The name that the library is registered under in onnxruntime.
 REGISTRATION_NAME = "deltafuse"
 
@@ -36,24 +36,40 @@ _notes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[Any, tuple[fallback.Step, ...]] = WeakKeyDictionary()
 
 
-def register() -> str:
+def register(library: str | os.PathLike[str] | None = None) -> str:
     """Register the plugin EP's library with onnxruntime. Calling it again does nothing.
+
+    Args:
+        library: the library, or a folder that holds it; by default it is looked for (:mod:`deltafuse.discovery`).
 
     Returns:
         The EP's name.
 
     Raises:
-        OrtError: onnxruntime is not installed, older than 1.27, or refuses the library.
+        OrtError: onnxruntime is not installed, older than 1.27, or refuses the library; or another library is
+            registered under the same name.
         PluginError: there is no library.
     """
     ort = _onnxruntime()
     with _lock:
-        if not _ep_devices(ort):
-            path = get_library_path()
-            try:
-                ort.register_execution_provider_library(REGISTRATION_NAME, path)
-            except Exception as error:  # onnxruntime has no common base for its errors
-                raise OrtError(f"onnxruntime {ort.__version__} does not take {path}: {error}") from error
+        found = _ep_devices(ort)
+        if found and library is None:
+            return EP_NAME
+        path = get_library_path() if library is None else get_library_path(library)
+        if found:
+            loaded = found[0].ep_metadata.get("library_path", "")
+            if os.path.realpath(loaded) != path:
+                raise OrtError(f"{EP_NAME} is already registered from {loaded}: deltafuse.unregister() before {path}")
+            return EP_NAME
+        try:
+            ort.register_execution_provider_library(REGISTRATION_NAME, path)
+        except Exception as error:  # onnxruntime has no common base for its errors
+            if "already registered" in str(error):
+                raise OrtError(
+                    f"onnxruntime has another library under the name {REGISTRATION_NAME!r}: "
+                    f"onnxruntime.unregister_execution_provider_library({REGISTRATION_NAME!r}) first ({error})"
+                ) from error
+            raise OrtError(f"onnxruntime {ort.__version__} does not take {path}: {error}") from error
     return EP_NAME
 
 
@@ -67,11 +83,12 @@ def session(
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` with the best providers that are here.
 
-    On a CUDA device that is onnxruntime's CUDA EP, then the plugin EP on the same device; on the CPU the plugin EP on
-    the CPU device. A fused node that the plugin refuses, or all of them where its library is not built, runs by
-    onnxruntime's own op, else by its ONNX body (:mod:`deltafuse.fallback`). Nothing falls back to the CPU silently:
-    "auto" on a GPU whose CUDA EP does not load warns, all else raises. :func:`assignment` tells what runs where, and
-    why.
+    On a CUDA device that is onnxruntime's CUDA EP (:mod:`deltafuse.cuda_ep` says which), then the plugin EP on the same
+    device; on the CPU the plugin EP on the CPU device. With "cuda" and no CUDA EP here, the plugin EP runs alone on the
+    GPU, all other nodes run on the CPU, and a warning says so. A fused node that the plugin refuses, or all of them
+    where its library is not built, runs by onnxruntime's own op, else by its ONNX body (:mod:`deltafuse.fallback`).
+    Nothing falls back to the CPU silently: "auto" on a GPU whose CUDA EP does not load warns, all else raises.
+    :func:`assignment` tells what runs where, and why.
 
     TF32 is switched off for models with a router (an operator such as TopK), unless ``use_tf32`` is among the options.
 
@@ -97,36 +114,36 @@ def session(
     if unknown:
         raise OptionError(f"provider_options for {', '.join(unknown)}: session() uses {CUDA_EP} and {EP_NAME}")
 
-    options[CUDA_EP], numbers = fallback.tf32_choice(path_or_bytes, _as_text(options.get(CUDA_EP, {})))
+    asked = bool(options.get(CUDA_EP))
+    options[CUDA_EP], numbers = fallback.tf32_choice(path_or_bytes, as_text(options.get(CUDA_EP, {})))
     devices, problem = _plugin_devices(ort)
     chosen = sess_options if sess_options is not None else ort.SessionOptions()
     chosen.add_session_config_entry(_RECORD_ENTRY, "1")
-    remark = ""
-    if kind == "auto":
-        kind, index, remark = _best_device(ort, devices)
-        if kind == "cuda":
-            try:
-                _add_cuda(ort, chosen, index, devices, options)
-            except OrtError as error:
-                kind, remark = "cpu", f"the GPU is not used: {error}"
-                warnings.warn(remark, RuntimeWarning, stacklevel=2)
-    elif kind == "cuda":
-        _add_cuda(ort, chosen, index, devices, options)
-    ours = devices.get("cpu" if kind == "cpu" else f"cuda:{index}")
-    if ours is None and not problem:
+    cuda, remark = cuda_ep.find(ort), ""
+    auto = kind == "auto"
+    if auto:
+        kind, index, remark = _best_device(cuda, devices)
+    options = {CUDA_EP: options[CUDA_EP], EP_NAME: {**as_text(options.get(EP_NAME, {})), _TAG: uuid.uuid4().hex}}
+    try:
+        names = add_providers(ort, chosen, cuda, kind, index, devices, options, asked=asked)
+    except OrtError as error:
+        if not auto or kind == "cpu":
+            raise
+        kind, remark = "cpu", f"the GPU is not used: {error}"
+        warnings.warn(remark, RuntimeWarning, stacklevel=2)
+        names = add_providers(ort, chosen, cuda, kind, index, devices, options, asked=asked)
+    if EP_NAME not in names and not problem:
         problem = f"the plugin EP does not serve {kind}:{index}: {_why_no_cuda()}"
-    if ours is not None:
-        tag = {_TAG: uuid.uuid4().hex}
-        chosen.add_provider_for_devices([ours], {**_as_text(options.get(EP_NAME, {})), **tag})
-    elif kind == "cpu":
-        chosen.add_provider("CPUExecutionProvider", {})
+    if kind == "cuda" and cuda.form == "none":
+        remark = f"{cuda.reason}: all nodes but deltafuse's run on the CPU"
+        warnings.warn(remark, RuntimeWarning, stacklevel=2)
 
     remarks = [problem or remark, numbers if kind == "cuda" else ""]
 
     def create(model: str | os.PathLike[str] | bytes) -> Any:
         made = ort.InferenceSession(model, chosen, enable_fallback=0)
         made.disable_fallback()
-        _check_providers(made, device, kind, plugin=ours is not None)
+        _check_providers(made, device, names)
         _notes[made] = "; ".join(filter(None, remarks))
         return made
 
@@ -250,7 +267,7 @@ def _why_no_cuda() -> str:
     from .discovery import cuda_status
 
     try:
-        return cuda_status() or "there is no such device"
+        return cuda_status(_loaded_library()) or "there is no such device"
     except PluginError as error:
         return str(error)
 
@@ -264,60 +281,21 @@ def _parse_device(device: str) -> tuple[str, int]:
     raise OptionError(f"device {device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
 
 
-def _best_device(ort: Any, devices: Mapping[str, Any]) -> tuple[str, int, str]:
+def _best_device(cuda: CudaEp, devices: Mapping[str, Any]) -> tuple[str, int, str]:
     """The device for "auto", and a remark where a GPU is left alone."""
     gpus = sorted(int(name.partition(":")[2]) for name in devices if name.startswith("cuda:"))
-    if not gpus and CUDA_EP in ort.get_available_providers():
+    if not gpus and cuda.form != "none":
         return "cpu", 0, f"{CUDA_EP} is not used: the plugin EP serves no CUDA device here ({_why_no_cuda()})"
     if not gpus:
         return "cpu", 0, ""
-    if CUDA_EP not in ort.get_available_providers():
-        return "cpu", 0, f"the GPU is not used: this onnxruntime has no {CUDA_EP}, onnxruntime-gpu has"
+    if cuda.form == "none":
+        return "cpu", 0, f"the GPU is not used: {cuda.reason}"
     return "cuda", gpus[0], ""
 
 
-def _add_cuda(
-    ort: Any, options: Any, index: int, devices: Mapping[str, Any], provider_options: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Put the CUDA EP before the plugin EP: it then supplies the streams and the memory of both."""
-    if CUDA_EP not in ort.get_available_providers():
-        raise OrtError(f"cuda:{index}: this onnxruntime has no {CUDA_EP}; onnxruntime-gpu has")
-    gpus = [name for name in devices if name.startswith("cuda:")]
-    ours = devices.get(f"cuda:{index}")
-    if gpus and ours is None:
-        raise OrtError(f"cuda:{index}: there is no such device here: there is {', '.join(gpus)}")
-    wanted = _as_text({"device_id": index, **provider_options.get(CUDA_EP, {})})
-    if wanted["device_id"] != str(index):
-        raise OptionError(f"{CUDA_EP} option device_id {wanted['device_id']}: expected {index}, the session's device")
-    # Where the CUDA EP is itself a plugin, it is chosen by the device that it has in common with ours.
-    place = ours.device.metadata.get("pci_bus_id") if ours is not None else None
-    shared = [
-        found
-        for found in ort.get_ep_devices()
-        if found.ep_name == CUDA_EP and place and found.device.metadata.get("pci_bus_id") == place
-    ]
-    wanted = checked_stream(wanted, index)
-    try:
-        if shared:
-            del wanted["device_id"]
-            options.add_provider_for_devices(shared[:1], wanted)
-        else:
-            options.add_provider(CUDA_EP, wanted)
-    except Exception as error:  # onnxruntime has no common base for its errors
-        raise OrtError(
-            f"cuda:{index}: onnxruntime cannot use its {CUDA_EP}, most often because a CUDA or cuDNN library was not "
-            f"found: {error}"
-        ) from error
-
-
-def _as_text(options: Mapping[str, Any]) -> dict[str, str]:
-    return {str(name): str(value) for name, value in options.items()}
-
-
-def _check_providers(made: Any, device: str, kind: str, *, plugin: bool) -> None:
+def _check_providers(made: Any, device: str, wanted: list[str]) -> None:
     """onnxruntime drops a provider that does not load, with nothing but a log line."""
     providers = made.get_providers()
-    wanted = ([CUDA_EP] if kind == "cuda" else []) + ([EP_NAME] if plugin else [])
     lost = [name for name in wanted if name not in providers]
     if lost:
         raise OrtError(

@@ -43,12 +43,12 @@ def test_says_what_it_is(library: str) -> None:
 
 
 def test_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DELTAFUSE_LIBRARY", str(tmp_path / "none.so"))
+    monkeypatch.setenv("DELTAFUSE_EP_PATH", str(tmp_path / "none.so"))
     with pytest.raises(discovery.PluginError, match="there is no such file"):
         deltafuse.get_library_path()
     not_a_library = tmp_path / "text.so"
     not_a_library.write_text("no ELF")
-    monkeypatch.setenv("DELTAFUSE_LIBRARY", str(not_a_library))
+    monkeypatch.setenv("DELTAFUSE_EP_PATH", str(not_a_library))
     assert deltafuse.get_library_path() == str(not_a_library)
     with pytest.raises(discovery.PluginError, match="cannot be loaded"):
         discovery.cuda_status()

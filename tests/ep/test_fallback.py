@@ -14,12 +14,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from deltafuse import fallback, placement
+from deltafuse.cuda_ep import CudaEp
 from deltafuse.custom_ops.kda.body_ort import ORT_FORM_DOMAIN, build_ort_function, ort_refusal
 from deltafuse.custom_ops.kda.reference import reference, relative_error, tolerance
 from deltafuse.custom_ops.kda.spec import KdaConfig, cuda_refusal
 from deltafuse.errors import DeltaFuseError, OptionError
 from deltafuse.fallback import Step, lower, read_call, router_op, tf32_choice
 from deltafuse.placement import checked_stream
+from deltafuse.providers import add_providers
 from deltafuse.registry.targets import ort_op_refusal
 from kda.configs import CONFIGS
 from onnx import TensorProto, helper
@@ -283,19 +285,17 @@ def test_device_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_session_checks_the_stream_before_ort_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    module: Any = sys.modules[deltafuse.session.__module__]
     added: list[tuple[str, dict[str, str]]] = []
     options = types.SimpleNamespace(add_provider=lambda name, values: added.append((name, values)))
-    fake = types.SimpleNamespace(
-        __version__="1.32.0", get_available_providers=lambda: ["CUDAExecutionProvider"], get_ep_devices=lambda: []
-    )
+    classic = CudaEp("classic")
     monkeypatch.setattr(placement, "_driver", lambda: FakeDriver())
-    with pytest.raises(OptionError, match="a stream of cuda:1: the session is on cuda:0"):
-        module._add_cuda(fake, options, 0, {}, {"CUDAExecutionProvider": {"user_compute_stream": 0x100}})
-    module._add_cuda(fake, options, 1, {}, {"CUDAExecutionProvider": {"user_compute_stream": 0x100}})
-    module._add_cuda(fake, options, 1, {}, {"CUDAExecutionProvider": {"user_compute_stream": 0}})
+    for index, stream in ((0, "256"), (1, "256"), (1, "0")):
+        given = {"CUDAExecutionProvider": {"user_compute_stream": stream}}
+        if index == 0:
+            with pytest.raises(OptionError, match="a stream of cuda:1: the session is on cuda:0"):
+                add_providers(None, options, classic, "cuda", index, {}, given, asked=True)
+        else:
+            add_providers(None, options, classic, "cuda", index, {}, given, asked=True)
     assert [values["user_compute_stream"] for _, values in added] == ["256", "1"]
     assert all(values["device_id"] == "1" for _, values in added)
 

@@ -1,0 +1,180 @@
+"""Which CUDA execution provider of ONNX Runtime a session uses, and in which order the providers stand.
+
+ONNX Runtime has its CUDA EP in two forms: the classic provider inside the wheel, and a plugin library. In this order:
+
+1. the plugin library that ``ORT_CUDA_PLUGIN_EP_PATH`` names: an explicit path always wins;
+2. a CUDA plugin EP that the program, or onnxruntime itself, has registered already;
+3. the classic provider;
+4. a CUDA plugin library found beside the runtime: in onnxruntime's folder, or the package ``onnxruntime_ep_cuda``;
+5. none: the plugin EP of deltafuse runs alone, with the CPU EP for all other nodes.
+
+Never two of them in one session. The CUDA EP stands before deltafuse's in every session: the first EP of a device
+supplies the streams and the memory of both, and a CUDA EP's kernels crash on a stream that is not of their own type.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import OrtError
+
+CUDA_EP = "CUDAExecutionProvider"
+#: The names that CUDA plugin EPs have given themselves, the present one first.
+PLUGIN_EP_NAMES = (CUDA_EP, "CudaPluginExecutionProvider")
+#: Environment variable: the CUDA plugin library to use.
+PATH_VARIABLE = "ORT_CUDA_PLUGIN_EP_PATH"
+#: The name that a CUDA plugin library is registered under here.
+REGISTRATION_NAME = "deltafuse_cuda_plugin"
+
+Form = Literal["classic", "plugin", "none"]
+
+_PLUGIN_LIBRARY = "libonnxruntime_providers_cuda_plugin.so"
+_PROVIDER_LIBRARY = "libonnxruntime_providers_cuda.so"
+_PLUGIN_BUILD = ", cuda-plugin-ep="
+
+
+@dataclass(frozen=True)
+class CudaEp:
+    """The CUDA EP that sessions use.
+
+    Attributes:
+        form: "classic", "plugin" or "none".
+        library: the plugin's library; "" for the other forms, or where it is registered from an unknown path.
+        registered: is it registered with onnxruntime already?
+        reason: why this one.
+        unused: CUDA EPs that are there too and are left alone, as text.
+    """
+
+    form: Form
+    library: str = ""
+    registered: bool = False
+    reason: str = ""
+    unused: tuple[str, ...] = ()
+
+
+def decide(
+    *, explicit: str | None, classic: bool, registered: Sequence[str] = (), beside: Sequence[str] = ()
+) -> CudaEp:
+    """Choose a CUDA EP from what is there.
+
+    Args:
+        explicit: the path in ``ORT_CUDA_PLUGIN_EP_PATH``, or None.
+        classic: does the wheel have the classic provider?
+        registered: libraries of the CUDA plugin EPs that onnxruntime has registered, "" where one does not say.
+        beside: CUDA plugin libraries beside the runtime.
+    """
+    candidates: list[CudaEp] = []
+    if explicit:
+        again = any(_same_file(explicit, path) for path in registered)
+        candidates.append(CudaEp("plugin", explicit, again, f"{PATH_VARIABLE} names it"))
+    candidates += [CudaEp("plugin", path, True, "it is registered with onnxruntime") for path in registered]
+    if classic:
+        candidates.append(CudaEp("classic", reason="the wheel of onnxruntime has it"))
+    candidates += [CudaEp("plugin", path, False, "it lies beside the runtime") for path in beside]
+    if not candidates:
+        return CudaEp("none", reason=f"this onnxruntime has no {CUDA_EP}; onnxruntime-gpu has")
+    chosen, unused = candidates[0], []
+    for other in candidates[1:]:
+        same = other.form == chosen.form == "plugin" and _same_file(other.library, chosen.library)
+        text = (
+            f"the plugin {other.library}" if other.form == "plugin" else "the classic provider in onnxruntime's wheel"
+        )
+        if not same and text not in unused:
+            unused.append(text)
+    return CudaEp(chosen.form, chosen.library, chosen.registered, chosen.reason, tuple(unused))
+
+
+def find(ort: Any) -> CudaEp:
+    """What :func:`decide` chooses for this onnxruntime and environment. Registers nothing."""
+    registered = [device.ep_metadata.get("library_path", "") for device in plugin_devices(ort)]
+    plugin_build = _PLUGIN_BUILD in ort.get_build_info()
+    # A registered plugin EP is among the available providers too; then the question does not arise.
+    classic = CUDA_EP in ort.get_available_providers() and not plugin_build and not registered
+    return decide(
+        explicit=os.environ.get(PATH_VARIABLE) or None,
+        classic=classic,
+        registered=list(dict.fromkeys(registered)),
+        beside=libraries_beside(Path(str(ort.__file__)).parent, plugin_build),
+    )
+
+
+def libraries_beside(package: Path, plugin_build: bool) -> list[str]:
+    """CUDA plugin libraries beside the runtime.
+
+    Args:
+        package: onnxruntime's folder.
+        plugin_build: was it built with the CUDA EP as a plugin? The library then has the classic provider's file name.
+    """
+    names = [_PLUGIN_LIBRARY, *([_PROVIDER_LIBRARY] if plugin_build else [])]
+    found = [package / "capi" / name for name in names]
+    found += [package.parent / "onnxruntime_ep_cuda" / name for name in (_PROVIDER_LIBRARY, _PLUGIN_LIBRARY)]
+    return [str(path) for path in found if path.is_file()]
+
+
+def plugin_devices(ort: Any) -> list[Any]:
+    """The devices of CUDA plugin EPs that are registered with onnxruntime."""
+    return [device for device in ort.get_ep_devices() if device.ep_name in PLUGIN_EP_NAMES]
+
+
+def activate(ort: Any, chosen: CudaEp) -> list[Any]:
+    """The devices of the chosen plugin EP, which is registered where it is not yet.
+
+    Raises:
+        OrtError: there is no such file, onnxruntime refuses it, or it offers no device.
+    """
+    if not chosen.registered:
+        if not Path(chosen.library).is_file():
+            raise OrtError(f"{PATH_VARIABLE} is {chosen.library}: there is no such file")
+        try:
+            ort.register_execution_provider_library(REGISTRATION_NAME, chosen.library)
+        except Exception as error:  # onnxruntime has no common base for its errors
+            raise OrtError(f"onnxruntime does not take the CUDA plugin EP {chosen.library}: {error}") from error
+    devices = [
+        device
+        for device in plugin_devices(ort)
+        if not chosen.library or _same_file(device.ep_metadata.get("library_path", ""), chosen.library)
+    ]
+    if not devices:
+        raise OrtError(f"the CUDA plugin EP {chosen.library} offers no device here")
+    return devices
+
+
+def device_for(devices: Iterable[Any], bus_id: str | None, index: int) -> Any | None:
+    """The plugin EP's device with this PCI bus id; where none is known, the one with this CUDA ordinal."""
+    known = list(devices)
+    if bus_id:
+        return next((device for device in known if device.device.metadata.get("pci_bus_id") == bus_id), None)
+    numbered = [device for device in known if device.ep_metadata.get("cuda_device_id") == str(index)]
+    return numbered[0] if numbered else (known[0] if len(known) == 1 and index == 0 else None)
+
+
+def provider_order(kind: str, cuda: Form, ours: bool) -> tuple[str, ...]:
+    """The order in which session() adds providers; ONNX Runtime puts its CPU EP behind them.
+
+    Args:
+        kind: "cuda" or "cpu", the session's device.
+        cuda: the form of the CUDA EP.
+        ours: does deltafuse's EP serve the session's device?
+
+    Returns:
+        Of "classic", "plugin", "deltafuse" and "cpu". Empty where nothing serves a CUDA device.
+    """
+    if kind == "cpu":
+        return ("deltafuse",) if ours else ("cpu",)
+    first = (cuda,) if cuda != "none" else ()
+    return (*first, "deltafuse") if ours else first
+
+
+def plugin_options(options: Mapping[str, str]) -> dict[str, str]:
+    """The options of the classic provider as the plugin takes them: the device is given by other means."""
+    return {name: value for name, value in options.items() if name != "device_id"}
+
+
+def _same_file(one: str, other: str) -> bool:
+    if not one or not other:
+        return one == other
+    return os.path.realpath(one) == os.path.realpath(other)
