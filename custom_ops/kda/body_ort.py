@@ -20,20 +20,26 @@ from .spec import ATTRIBUTES, OP_TYPE, KdaConfig
 ORT_FORM_DOMAIN = "deltafuse.ort"
 ORT_DOMAIN = "com.microsoft"
 ORT_OP = "LinearAttention"
-#: Wider heads than these were never run: ORT's CUDA kernel has one thread for each value channel.
+#: ORT's CUDA kernel keeps a head's state in shared memory. So much has every GPU from compute capability 8.0 on.
+SHARED_BYTES = 99 * 1024
 MAX_HEAD_DIM = 512
 
 
-def ort_refusal(config: KdaConfig) -> Refusal | None:
-    """Why ONNX Runtime's op does not take this call, or None."""
+def ort_refusal(config: KdaConfig, *, on_gpu: bool = False) -> Refusal | None:
+    """Why ONNX Runtime's op does not take this call, on the CPU or on a GPU, or None."""
     refused = config.check()
     if refused is not None:
         return refused
     if config.has_cu_seqlens:
         return Refusal("ort-cu-seqlens", f"{ORT_OP} takes no sequences of their own lengths (cu_seqlens)")
-    for name in ("head_dim", "head_v_dim"):
-        if getattr(config, name) > MAX_HEAD_DIM:
-            return Refusal("ort-head-dim", f"{name} {getattr(config, name)}: {ORT_OP} is used up to {MAX_HEAD_DIM}")
+    key_dim, value_dim = config.head_dim, config.head_v_dim
+    sizes = f"head_dim {key_dim}, head_v_dim {value_dim}"
+    if max(key_dim, value_dim) > MAX_HEAD_DIM:
+        return Refusal("ort-head-dim", f"{sizes}: {ORT_OP} is used up to {MAX_HEAD_DIM}")
+    needed = 4 * (key_dim * value_dim + key_dim + max(key_dim, value_dim))
+    if on_gpu and needed > SHARED_BYTES:
+        shared = f"{needed} bytes of shared memory on a GPU, {SHARED_BYTES} are there everywhere"
+        return Refusal("ort-shared-memory", f"{sizes}: {ORT_OP} needs {shared}")
     return None
 
 

@@ -67,10 +67,12 @@ class HostDevice:
 
     name = "cpu"
     index = 0
-    #: Why steps cannot be captured here, "" where they can.
-    refusal = "the session is on the CPU"
     #: Whether runs need not wait for the device (the runner's own copies are ordered behind them).
     asynchronous = False
+
+    def __init__(self, refusal: str = "the session is on the CPU") -> None:
+        #: Why steps cannot be captured here, "" where they can.
+        self.refusal = refusal
 
     def empty(self, shape: Sequence[int], element: int) -> Any:
         """An ``OrtValue`` of this device; what is in it is not defined."""
@@ -122,7 +124,8 @@ class OrtCudaDevice(HostDevice):
     name = "cuda"
 
     def __init__(self, index: int, refusal: str) -> None:
-        self.index, self.refusal = index, refusal
+        super().__init__(refusal)
+        self.index = index
 
     def write(self, value: Any, source: Array) -> None:
         if source.nbytes:
@@ -142,10 +145,10 @@ class CudaDevice(HostDevice):
     """A GPU on a stream that the session uses too: all copies are queued there, and steps can be captured."""
 
     name = "cuda"
-    refusal = ""
     asynchronous = True
 
     def __init__(self, api: CudaApi, stream: int, *, owned: bool = False) -> None:
+        super().__init__("")
         self.api, self.stream, self.index, self._owned = api, stream, api.index, owned
         #: Host memory that queued copies may still read.
         self._pending: list[Array] = []

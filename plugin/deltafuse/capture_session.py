@@ -11,6 +11,8 @@ from .capture_device import CudaDevice, HostDevice, OrtCudaDevice
 from .placement import LEGACY_DEFAULT_STREAM, STREAM_OPTION
 
 CUDA_EP = "CUDAExecutionProvider"
+#: The names of ONNX Runtime's CUDA EP, the classic one's and the plugin's.
+CUDA_EPS = (CUDA_EP, "CudaPluginExecutionProvider")
 
 
 def make_session(
@@ -44,21 +46,29 @@ def make_session(
         if mine is not None:
             mine.spare_stream(stream)
         raise
-    if CUDA_EP not in session.get_providers():
-        if mine is not None:
-            mine.spare_stream(stream)
-        return session, HostDevice()
-    if mine is not None:
+    if mine is not None and CUDA_EP in session.get_providers():
         return session, CudaDevice(mine, stream, owned=True)
+    if mine is not None:
+        mine.spare_stream(stream)
     return session, device_of(session, why)
 
 
 def device_of(session: Any, why: str = "") -> HostDevice:
     """Where a session's operands belong, and whether its steps can be captured."""
-    if CUDA_EP not in session.get_providers():
+    name = next((name for name in session.get_providers() if name in CUDA_EPS), "")
+    if not name:
         return HostDevice()
-    options = session.get_provider_options().get(CUDA_EP, {})
+    options = session.get_provider_options().get(name, {})
     index, stream = int(options.get("device_id", 0)), int(str(options.get(STREAM_OPTION) or 0), 0)
+    device = _device(index, stream, why)
+    try:
+        device.empty((1,), 1)
+    except Exception as error:  # an onnxruntime whose CUDA EP is a plugin allocates no memory of CUDA's by itself
+        return HostDevice(f"onnxruntime gives no memory of cuda:{index} to the runner: {error}")
+    return device
+
+
+def _device(index: int, stream: int, why: str) -> HostDevice:
     if why:
         return OrtCudaDevice(index, why)
     if stream == 0:

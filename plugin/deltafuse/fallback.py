@@ -195,7 +195,7 @@ def lower(
     for node in nodes_of(proto.graph):
         key = (node.op_type, node.name or next(iter(node.output), ""))
         if node.domain == DOMAIN and key in wanted:
-            reason = _lower_node(node, opset, ort_version, functions)
+            reason = _lower_node(node, opset, ort_version, functions, on_gpu)
             results[key] = _with(wanted[key], f"{reason}; {NO_CPU_KERNEL}" if reason and on_gpu else reason)
     steps = tuple(
         results.get((step.op_type, step.name), _with(step, "the node is not in the model's graph")) for step in refused
@@ -212,7 +212,7 @@ def _with(step: Step, reason: str) -> Step:
     return Step(step.op_type, step.name, step.reason, reason)
 
 
-def _lower_node(node: Any, opset: int, ort_version: tuple[int, int], functions: dict[str, Any]) -> str:
+def _lower_node(node: Any, opset: int, ort_version: tuple[int, int], functions: dict[str, Any], on_gpu: bool) -> str:
     """Let the node call the function with ORT's op; why not, or ""."""
     import onnx_ir as ir
 
@@ -226,7 +226,7 @@ def _lower_node(node: Any, opset: int, ort_version: tuple[int, int], functions: 
         return unknown.reason
     try:
         call = read_call(node)
-        refused = ort_refusal(call.config)
+        refused = ort_refusal(call.config, on_gpu=on_gpu)
         if refused is not None:
             return refused.reason
         types = ir.DataType(call.dtype), ir.DataType(call.state_dtype)

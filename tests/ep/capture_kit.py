@@ -78,9 +78,8 @@ class FakeGraph:
 class FakeDevice(HostDevice):
     """The host, with steps that can be captured: as on a GPU, capturing runs nothing."""
 
-    refusal = ""
-
     def __init__(self, problem: str = "") -> None:
+        super().__init__("")
         self.events: list[str] = []
         self.problem = problem
         self.graphs: list[FakeGraph] = []

@@ -59,16 +59,22 @@ def test_graphs_with_host_memory_are_refused(queued: Any) -> None:
     assert "launch" not in api.log and api.log.count("destroy graph") == 1
 
 
-def cuda_session(options: dict[str, str]) -> Any:
-    return types.SimpleNamespace(
-        get_providers=lambda: ["CUDAExecutionProvider"],
-        get_provider_options=lambda: {"CUDAExecutionProvider": options},
-    )
+def cuda_session(options: dict[str, str], name: str = "CUDAExecutionProvider") -> Any:
+    return types.SimpleNamespace(get_providers=lambda: [name], get_provider_options=lambda: {name: options})
 
 
 def test_device_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_session, "CudaApi", FakeApi)
     assert isinstance(capture_session.device_of(counter()), HostDevice)
+
+    def no_memory(self: Any, shape: Any, element: int) -> Any:
+        raise RuntimeError("use the CUDA package")
+
+    monkeypatch.setattr(CudaDevice, "empty", no_memory)
+    found = capture_session.device_of(cuda_session({"user_compute_stream": "77"}, "CudaPluginExecutionProvider"))
+    assert found.name == "cpu" and "no memory of cuda:0 to the runner: use the CUDA package" in found.refusal
+    for kind in (CudaDevice, OrtCudaDevice):
+        monkeypatch.setattr(kind, "empty", lambda self, shape, element: None)
     found = capture_session.device_of(cuda_session({"device_id": "1", "user_compute_stream": "77"}))
     assert isinstance(found, CudaDevice) and (found.index, found.stream, found.refusal) == (1, 77, "")
     for options, reason in (

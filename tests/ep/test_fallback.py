@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from deltafuse import fallback, placement
-from deltafuse.cuda_ep import CudaEp
 from deltafuse.custom_ops.kda.body_ort import ORT_FORM_DOMAIN, build_ort_function, ort_refusal
 from deltafuse.custom_ops.kda.reference import reference, relative_error, tolerance
 from deltafuse.custom_ops.kda.spec import KdaConfig, cuda_refusal
 from deltafuse.errors import DeltaFuseError, OptionError
 from deltafuse.fallback import Step, lower, read_call, router_op, tf32_choice
 from deltafuse.placement import checked_stream
-from deltafuse.providers import add_providers
 from deltafuse.registry.targets import ort_op_refusal
 from kda.configs import CONFIGS
 from onnx import TensorProto, helper
@@ -136,6 +133,11 @@ def test_reasons_why_ort_does_not_run_it() -> None:
         build_ort_function(SMALL, 5)
     wide = replace(SMALL, head_dim=1024)
     assert "head_dim 1024" in str(ort_refusal(wide))
+    for key_dim, value_dim, taken in ((128, 128, True), (96, 256, True), (160, 160, False), (256, 256, False)):
+        config = replace(SMALL, head_dim=key_dim, head_v_dim=value_dim)
+        assert ort_refusal(config) is None
+        assert (ort_refusal(config, on_gpu=True) is None) == taken, (key_dim, value_dim)
+    assert "bytes of shared memory on a GPU" in str(ort_refusal(config, on_gpu=True))
 
 
 def test_the_model_that_is_given_is_not_changed() -> None:
@@ -285,19 +287,12 @@ def test_device_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_session_checks_the_stream_before_ort_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    added: list[tuple[str, dict[str, str]]] = []
-    options = types.SimpleNamespace(add_provider=lambda name, values: added.append((name, values)))
-    classic = CudaEp("classic")
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
     monkeypatch.setattr(placement, "_driver", lambda: FakeDriver())
-    for index, stream in ((0, "256"), (1, "256"), (1, "0")):
-        given = {"CUDAExecutionProvider": {"user_compute_stream": stream}}
-        if index == 0:
-            with pytest.raises(OptionError, match="a stream of cuda:1: the session is on cuda:0"):
-                add_providers(None, options, classic, "cuda", index, {}, given, asked=True)
-        else:
-            add_providers(None, options, classic, "cuda", index, {}, given, asked=True)
-    assert [values["user_compute_stream"] for _, values in added] == ["256", "1"]
-    assert all(values["device_id"] == "1" for _, values in added)
+    model = call_model(SMALL, draw(SMALL, 1, 2)).SerializeToString()
+    options = {"CUDAExecutionProvider": {"user_compute_stream": 0x100}}
+    with pytest.raises(OptionError, match="a stream of cuda:1: the session is on cuda:0"):
+        deltafuse.session(model, "cuda:0", provider_options=options)
 
 
 def test_relative_results_of_ort_and_kernel_agree(library: str) -> None:
