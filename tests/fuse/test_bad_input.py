@@ -297,21 +297,19 @@ def test_a_block_inside_a_branch_is_left_right() -> None:
     kit.same(before, after, {**library.export(STEP).feeds(), "which": np.array(True)})
 
 
-def test_float64_is_refused_or_right() -> None:
-    model = library.widened(library.export("kda_stack_T8").proto())
+def test_float64_is_refused() -> None:
+    """The op takes float32, float16 and bfloat16; a float64 layer stays what it is."""
+    model = library.export("kda_stack_T8").proto()
+    del model.graph.value_info[:]
     for value in [*model.graph.input, *model.graph.output]:
         value.type.tensor_type.elem_type = TensorProto.DOUBLE
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
             array = onnx.numpy_helper.to_array(tensor).astype(np.float64)
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    model.opset_import[0].version = 20
-    feeds = {n: a.astype(np.float64) for n, a in library.export("kda_stack_T8").feeds().items()}
     report, after = kit.fuse(model)
     assert report.count("kda") == 0
-    before_run, after_run = library.session(model).run(None, feeds), library.session(after).run(None, feeds)
-    for a, b in zip(before_run, after_run, strict=True):
-        assert library.error(b, a) < 1e-6
+    assert kit.calls(after) == 0
 
 
 def test_unknown_shapes_on_inputs() -> None:
