@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("library")
 
 SETUP = """
-import ctypes, gc, sys, threading
+import ctypes, gc, os, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 sys.path.insert(0, {tests!r})
 import numpy as np
@@ -26,10 +26,11 @@ from deltafuse.errors import OrtError
 from deltafuse.lifetime import living_sessions, unregister
 from ep.call import SMALL, call_model, draw, quiet, run
 
-def make(model, threads=0):
+def make(model, threads=0, strict=True):
     options = quiet()
-    options.intra_op_num_threads = threads
-    return deltafuse.session(model, device="cpu", sess_options=options, strict=True)
+    # ThreadSanitizer does not see how onnxruntime's own pool hands work over: .ci/sanitize asks for runs without it.
+    options.intra_op_num_threads = int(os.environ.get("DELTAFUSE_TEST_THREADS", threads))
+    return deltafuse.session(model, device="cpu", sess_options=options, strict=strict)
 
 def same(got, want):
     return got.keys() == want.keys() and all(got[name].tobytes() == want[name].tobytes() for name in want)
@@ -247,7 +248,7 @@ def test_refusals_of_sessions_made_at_once_stay_apart() -> None:
                 if attribute.name == "qk_l2norm":
                     attribute.s = f"mean{worker}".encode()
             for _ in range(2):
-                made = deltafuse.session(model.SerializeToString(), device="cpu", sess_options=quiet())
+                made = make(model.SerializeToString(), strict=False)
                 found = deltafuse.assignment(made).refused
                 assert len(found) == 1 and f"mean{worker}" in found[0].reason, (worker, found)
         with ThreadPoolExecutor(8) as pool:
