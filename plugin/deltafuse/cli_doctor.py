@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
-from .registry import targets
+from .registry import runtimes, targets
 from .registry.ops import OPS
 
 _PACKAGES = ("numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxscript", "typer", "rich")
@@ -47,12 +47,13 @@ def _version(package: str) -> str | None:
 
 def _runtime() -> dict[str, Any]:
     wheels = {name: version for name in _RUNTIMES if (version := _version(name))}
-    found: dict[str, Any] = {"version": None, "wheels": wheels, "providers": [], "problem": None}
+    found: dict[str, Any] = {"version": None, "wheels": wheels, "providers": [], "lacks": [], "problem": None}
     try:
         import onnxruntime
 
         found["version"] = str(onnxruntime.__version__)
         found["providers"] = list(onnxruntime.get_available_providers())
+        found["lacks"] = runtimes.lacks(found["version"])
     except Exception as error:  # an import of a native package can fail in many ways
         found["problem"] = f"importing onnxruntime failed: {_text(error)}"
         return found
@@ -123,6 +124,8 @@ def render(findings: dict[str, Any], out: Console) -> None:
     line("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items()))
     runtime = findings["onnxruntime"]
     line("onnxruntime", runtime["version"] or "none", runtime["problem"])
+    for lack in runtime["lacks"]:
+        line("", lack)
     if runtime["providers"]:
         line("providers", ", ".join(runtime["providers"]))
     plugin = findings["plugin"]
