@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ..custom_ops.common.refusal import Refusal
 from ..custom_ops.kda import body, call
 from .candidate import Candidate, Operand, Result
 
@@ -98,6 +99,17 @@ class _Builder:
             if target.shape is not None:
                 new.shape = target.shape
             self.result.outputs[target] = new
+
+
+def type_refusal(candidate: Candidate) -> Refusal | None:
+    """Why the op does not take the graph's element types, or None: float64 would lose half of its digits."""
+    for value in [*candidate.input_values(), *candidate.output_values()]:
+        if value.dtype == ir.DataType.DOUBLE:
+            return Refusal(
+                "dtype",
+                f"{value.name!r} is float64: the op takes float32, float16 and bfloat16, and computes in float32",
+            )
+    return None
 
 
 def element_type(candidate: Candidate, types: Mapping[ir.Value, ir.DataType | None]) -> ir.DataType:

@@ -76,12 +76,14 @@ Workspace workspace_of(const Params& p) {
 bool misaligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 != 0; }
 
 const char* missing_operand(const Params& p) {
-  if (!p.q || !p.k || !p.v) return "q, k and v are required";
-  if (!p.g || !p.beta) return "g and beta are required";
-  if (!p.o) return "o is required";
+  if (tokens(p) > 0) {  // an empty tensor may have no address
+    if (!p.q || !p.k || !p.v) return "q, k and v are required";
+    if (!p.g || !p.beta) return "g and beta are required";
+    if (!p.o) return "o is required";
+    if (p.output_gate != OutputGate::kNone && !p.gate) return "gate is required with an output gate";
+  }
   if (p.gate_activation != GateActivation::kNone && !p.A_log) return "A_log is required with a gate activation";
   if (p.conv_width > 0 && !p.conv_weight) return "conv_weight is required with a convolution";
-  if (p.output_gate != OutputGate::kNone && !p.gate) return "gate is required with an output gate";
   if (p.num_seqs != p.batch && !p.cu_seqlens) return "cu_seqlens is required where sequences are not rows of the batch";
   const void* wide[] = {p.g, p.o, p.gate, p.dt_bias, p.norm_weight, p.initial_state, p.final_state};
   for (const void* pointer : wide) {
@@ -175,7 +177,8 @@ const char* cuda_forward(const Params& p, void* workspace, void* stream_handle) 
   unsigned char* base = static_cast<unsigned char*>(workspace);
   Rows rows{p.q, p.k, p.v, p.q_row_stride, p.k_row_stride, p.v_row_stride};
   const bool apart = convolves_apart(p);
-  if (apart) {
+  const bool empty = tokens(p) == 0;  // states are handed on as they are
+  if (apart && !empty) {
     unsigned char* dense = base + parts.rows;
     status = launch_conv(p, seqs, dense, stream);
     if (status != cudaSuccess) return failed("launching the convolution", status);
@@ -190,11 +193,13 @@ const char* cuda_forward(const Params& p, void* workspace, void* stream_handle) 
     status = launch_decode(p, rows, p.conv_width > 0 && !apart, stream);
     return status == cudaSuccess ? nullptr : failed("launching the decode kernel", status);
   }
-  status = launch_prepare(p, seqs, rows, base + parts.units, base + parts.u, stream);
-  if (status != cudaSuccess) return failed("launching the chunks' preparation", status);
+  if (!empty) {
+    status = launch_prepare(p, seqs, rows, base + parts.units, base + parts.u, stream);
+    if (status != cudaSuccess) return failed("launching the chunks' preparation", status);
+  }
   status = launch_scan(p, seqs, base + parts.units, base + parts.u, stream);
   if (status != cudaSuccess) return failed("launching the scan over chunks", status);
-  if (p.norm_weight || p.output_gate != OutputGate::kNone) {
+  if (!empty && (p.norm_weight || p.output_gate != OutputGate::kNone)) {
     status = launch_epilogue(p, tokens(p), stream);
     if (status != cudaSuccess) return failed("launching norm and gate", status);
   }

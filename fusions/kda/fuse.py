@@ -14,6 +14,7 @@ from ..graph import GraphView, is_op
 from ..passes import Pass, Progress
 from ..proof import ProofBudget, Prover
 from ..proof.problem import ProofImpossible
+from ..replacement import type_refusal
 from ..result import PassReport, ProofReport, RegionReport
 from ..rewrite import Accepted, rewrite
 from .operands import short
@@ -21,7 +22,7 @@ from .recognise import Reading, is_near_miss, read_site
 from .sites import Site, find_sites, region_size
 
 #: Of the refusals of several readings the most telling one is reported: a layout that does not fit says least.
-_TELLING = {"shape": 0, "proof": 1, "region-run": 1, "mismatch": 2, "budget": 3}
+_TELLING = {"shape": 0, "proof": 1, "region-run": 1, "mismatch": 2, "budget": 3, "dtype": 4}
 
 
 class FuseKda(Pass):
@@ -119,7 +120,7 @@ class FuseKda(Pass):
         """Candidates of the readings that fit at a glance, with their scale."""
         closest: Refusal | None = None
         for reading in readings:
-            measured = prover.screen(reading.core)
+            measured = type_refusal(reading.core) or prover.screen(reading.core)
             if isinstance(measured, Refusal):
                 if closest is None or _TELLING.get(measured.code, 1) > _TELLING.get(closest.code, 1):
                     closest = measured

