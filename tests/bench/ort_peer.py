@@ -12,7 +12,7 @@ ELEMENT_TYPES = {"bfloat16": TensorProto.BFLOAT16, "float16": TensorProto.FLOAT1
 
 
 def has_gate() -> bool:
-    """Does this ONNX Runtime's GatedDeltaNet know the bounded gate? 1.31 does not: the decay is made before it there."""
+    """Does this ONNX Runtime's GatedDeltaNet know the bounded gate? In 1.31 the decay is made before it."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     schemas = [s for s in state.get_all_operator_schema() if s.name == "GatedDeltaNet"]
@@ -22,7 +22,7 @@ def has_gate() -> bool:
 def gated_delta_net_model(
     tokens: int, sequences: int, heads: int, width: int, scale: float, lower_bound: float, dtype: str, ragged: bool
 ) -> onnx.ModelProto:
-    """One GatedDeltaNet node with decay per key channel, L2 norm and beta's sigmoid inside, and the gate if it has one.
+    """One GatedDeltaNet node with decay per key channel, L2 norm, beta's sigmoid, and the gate if it has one.
 
     Inputs: query, key, value, decay [tokens, heads, width] and beta [tokens, heads] of ``dtype`` (decay and beta float32
     and no a_log, dt_bias without the gate: :func:`has_gate`); initial_state [sequences, heads, width, width] (V first),
