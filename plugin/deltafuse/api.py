@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from . import __version__, model_io, model_save
 from .errors import OptionError, OrtError, RequirementError
 from .fusions.result import FusionReport, PassReport
-from .registry import targets
+from .registry import runtimes, targets
 from .registry.ops import OPS
 
 if TYPE_CHECKING:
@@ -64,14 +64,18 @@ def fuse(
     """
     _check_options(target, require, output, dry_run)
     budget = _budget(proof_memory, proof_seconds)
-    require_ort("recognising and proving")
+    ort_version = require_ort("recognising and proving")
     for file in (output, report):
         if file is not None:
             model_save.check_target(Path(file))
     pipeline = _pipeline()
 
     def run(loaded: ir.Model) -> FusionReport:
-        return pipeline(loaded, verify=verify, target=target, dry_run=dry_run, proof_budget=budget, progress=progress)
+        too_new = runtimes.model_refusal(loaded.opset_imports.get("", 0), loaded.ir_version or 0, ort_version)
+        done = pipeline(loaded, verify=verify, target=target, dry_run=dry_run, proof_budget=budget, progress=progress)
+        if too_new is not None:
+            done.warnings.append(too_new.reason)
+        return done
 
     with relaxed_gc():
         return _fuse(model, output, require or {}, report, base_dir, progress, run)

@@ -95,3 +95,15 @@ def test_overloads_of_one_function(plugin: bool) -> None:
         got = made.run([prefix + name for name in want], feeds)
         allowed = tolerance("cpu" if plugin else "body", "float32")
         assert all(relative_error(x, want[name]) <= allowed for x, name in zip(got, want, strict=True))
+
+
+def test_fusing_says_that_a_model_is_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deltafuse.api
+
+    monkeypatch.setattr(deltafuse.api, "require_ort", lambda purpose: "1.31.1")
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [x], [y])
+    for opset, says in ((27, ["the model has opset 27: onnxruntime 1.31.1 loads up to 26"]), (26, [])):
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+        warnings = deltafuse.inspect(model).warnings
+        assert [warning.partition(";")[0] for warning in warnings if "loads up to" in warning] == says
