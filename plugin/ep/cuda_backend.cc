@@ -4,9 +4,12 @@
 
 #include <cstdlib>
 #include <sstream>
+#include <utility>
 
 #include "build_info.h"
 #include "cuda_check.h"
+#include "cuda_streams.h"
+#include "session.h"
 
 namespace deltafuse::ep {
 namespace {
@@ -70,11 +73,16 @@ class DataTransfer final : public OrtDataTransferImpl {
     DF_RETURN_IF_ERROR(api_.ort->GetTensorMutableData(to, &target));
     DF_RETURN_IF_ERROR(api_.ort->GetTensorSizeInBytes(from, &bytes));
     const uint32_t ordinal = api_.ep->MemoryDevice_GetDeviceId(to_gpu ? to_device : from_device);
+    if (!target && bytes) return NoMemory(api_, "a copy on cuda:" + std::to_string(ordinal), bytes, nullptr, nullptr);
     DF_RETURN_IF_CUDA_ERROR(api_, cudaSetDevice(static_cast<int>(ordinal)));
+    bool user_streams = false;
+    if (from_gpu && !stream) DF_RETURN_IF_ERROR(WaitForUserStreams(api_, static_cast<int>(ordinal), &user_streams));
     const cudaMemcpyKind kind =
         from_gpu ? (to_gpu ? cudaMemcpyDeviceToDevice : cudaMemcpyDeviceToHost) : cudaMemcpyHostToDevice;
     void* handle = stream ? api_.ort->SyncStream_GetHandle(stream) : nullptr;
-    return CopyBytes(api_, target, source, bytes, kind, static_cast<cudaStream_t>(handle));
+    DF_RETURN_IF_ERROR(CopyBytes(api_, target, source, bytes, kind, static_cast<cudaStream_t>(handle)));
+    if (user_streams && kind == cudaMemcpyDeviceToDevice) DF_RETURN_IF_CUDA_ERROR(api_, cudaStreamSynchronize(nullptr));
+    return nullptr;
   }
 
   const Api& api_;
@@ -82,8 +90,8 @@ class DataTransfer final : public OrtDataTransferImpl {
 
 class CopyKernel final : public OrtKernelImpl {
  public:
-  CopyKernel(const Api& api, const Device& device, bool to_host)
-      : OrtKernelImpl{}, api_(api), device_(device), to_host_(to_host) {
+  CopyKernel(std::shared_ptr<Session> session, bool to_host)
+      : OrtKernelImpl{}, session_(std::move(session)), api_(session_->api()), to_host_(to_host) {
     ort_version_supported = kOrtApiVersion;
     Compute = [](OrtKernelImpl* self, OrtKernelContext* context) noexcept -> OrtStatus* {
       auto* kernel = static_cast<CopyKernel*>(self);
@@ -109,15 +117,19 @@ class CopyKernel final : public OrtKernelImpl {
     DF_RETURN_IF_ERROR(api_.ort->GetTensorSizeInBytes(input, &bytes));
     DF_RETURN_IF_ERROR(api_.ort->GetTensorData(input, &source));
     DF_RETURN_IF_ERROR(api_.ort->GetTensorMutableData(output, &target));
-    DF_RETURN_IF_ERROR(UseCudaDevice(api_, device_));
+    if (!target && bytes) {
+      const OrtMemoryInfo* memory = session_->device().memory;
+      return NoMemory(api_, context, memory, "a copy of an input of the EP", bytes, nullptr);
+    }
+    DF_RETURN_IF_ERROR(UseCudaDevice(api_, session_->device()));
     void* stream = nullptr;
-    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetGPUComputeStream(context, &stream));
+    DF_RETURN_IF_ERROR(session_->ComputeStream(context, &stream));
     return CopyBytes(api_, target, source, bytes, to_host_ ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice,
                      static_cast<cudaStream_t>(stream));
   }
 
+  const std::shared_ptr<Session> session_;
   const Api& api_;
-  const Device& device_;
   const bool to_host_;
 };
 
@@ -175,9 +187,9 @@ OrtStatus* UseCudaDevice(const Api& api, const Device& device) {
   return nullptr;
 }
 
-OrtStatus* SynchronizeCuda(const Api& api, const Device& device) {
+OrtStatus* SynchronizeCuda(const Api& api, const Device& device, void* stream) {
   DF_RETURN_IF_ERROR(UseCudaDevice(api, device));
-  DF_RETURN_IF_CUDA_ERROR(api, cudaStreamSynchronize(nullptr));
+  DF_RETURN_IF_CUDA_ERROR(api, cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
   return nullptr;
 }
 
@@ -186,8 +198,8 @@ OrtStatus* CreateCudaDataTransfer(const Api& api, OrtDataTransferImpl** transfer
   return nullptr;
 }
 
-OrtStatus* CreateCudaCopyKernel(const Api& api, const Device& device, bool to_host, OrtKernelImpl** kernel) {
-  *kernel = new CopyKernel(api, device, to_host);
+OrtStatus* CreateCudaCopyKernel(std::shared_ptr<Session> session, bool to_host, OrtKernelImpl** kernel) {
+  *kernel = new CopyKernel(std::move(session), to_host);
   return nullptr;
 }
 

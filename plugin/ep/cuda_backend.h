@@ -5,10 +5,13 @@
 #include <memory>
 #include <string>
 
+#include "arena.h"
 #include "device.h"
 #include "ort.h"
 
 namespace deltafuse::ep {
+
+class Session;
 
 // Architectures that the kernels were compiled for, as given to the build: "90a" or "80;90a". "" without CUDA.
 const char* CudaArchs();
@@ -26,19 +29,36 @@ std::string MissingCode(const Device& device);
 // Makes the device current for this thread.
 OrtStatus* UseCudaDevice(const Api& api, const Device& device);
 
-// Waits for the default stream, which is the EP's own when no other EP supplies one.
-OrtStatus* SynchronizeCuda(const Api& api, const Device& device);
+// Waits for the stream; null is the default stream.
+OrtStatus* SynchronizeCuda(const Api& api, const Device& device, void* stream);
 
-// Device memory. `caching` keeps freed blocks for the next request: only for one session, whose runs are ordered.
-OrtStatus* CreateCudaAllocator(const Api& api, int ordinal, bool caching, OrtAllocator** allocator);
+// "" when a caller's stream can be used on this device, else why not.
+std::string CudaStreamRefusal(const Device& device, void* stream);
+// Streams that callers gave to living sessions. ORT's copies of inputs and outputs are on the default stream, which
+// does not wait for them by itself.
+void AddUserStream(const Device& device, void* stream);
+void RemoveUserStream(const Device& device, void* stream);
+
+// Where device memory comes from: Arena::Backend for this device.
+Arena::Backend CudaMemory(int ordinal);
 // The device's memory, of the same kind as the CUDA EP's: ORT puts no copies between the two.
 OrtStatus* CreateCudaMemoryInfo(const Api& api, int ordinal, OrtMemoryInfo** info);
-void ReleaseCudaAllocator(OrtAllocator* allocator);
 
 // Copies between host and NVIDIA device memory.
 OrtStatus* CreateCudaDataTransfer(const Api& api, OrtDataTransferImpl** transfer);
 
 // The kernel of MemcpyFromHost and MemcpyToHost.
-OrtStatus* CreateCudaCopyKernel(const Api& api, const Device& device, bool to_host, OrtKernelImpl** kernel);
+OrtStatus* CreateCudaCopyKernel(std::shared_ptr<Session> session, bool to_host, OrtKernelImpl** kernel);
+
+// A moment on a stream, for measuring. Null where there is none to be had, for example while the stream is captured.
+using CudaMark = std::shared_ptr<void>;
+CudaMark MarkCuda(const Device& device, void* stream);
+// Waits for `end`. Negative where it cannot be told.
+double CudaMillisecondsBetween(const CudaMark& begin, const CudaMark& end);
+
+// NVTX ranges. NvtxMissing: "" or why this build has none.
+const char* NvtxMissing();
+void PushNvtxRange(const char* name);
+void PopNvtxRange();
 
 }  // namespace deltafuse::ep

@@ -1,6 +1,7 @@
 // Stands in for cuda_backend.cc and the CUDA kernels where a build has no CUDA: no device is found, nothing is taken.
 #include "../../custom_ops/kda/kda.h"
 #include "cuda_backend.h"
+#include "session.h"
 
 namespace deltafuse {
 namespace {
@@ -23,14 +24,25 @@ std::string CudaStatus() { return kNoCuda; }
 std::string FindCudaDevice(const std::string&, Device*) { return kNoCuda; }
 std::string MissingCode(const Device&) { return kNoCuda; }
 OrtStatus* UseCudaDevice(const Api& api, const Device&) { return NoCuda(api); }
-OrtStatus* SynchronizeCuda(const Api& api, const Device&) { return NoCuda(api); }
-OrtStatus* CreateCudaAllocator(const Api& api, int, bool, OrtAllocator**) { return NoCuda(api); }
+OrtStatus* SynchronizeCuda(const Api& api, const Device&, void*) { return NoCuda(api); }
+std::string CudaStreamRefusal(const Device&, void*) { return kNoCuda; }
+void AddUserStream(const Device&, void*) {}
+void RemoveUserStream(const Device&, void*) {}
+Arena::Backend CudaMemory(int) {
+  return {nullptr, [](void*, size_t) -> void* { return nullptr; }, [](void*, void*) {}};
+}
 OrtStatus* CreateCudaMemoryInfo(const Api& api, int, OrtMemoryInfo**) { return NoCuda(api); }
-void ReleaseCudaAllocator(OrtAllocator*) {}
 OrtStatus* CreateCudaDataTransfer(const Api&, OrtDataTransferImpl** transfer) {
   *transfer = nullptr;
   return nullptr;
 }
-OrtStatus* CreateCudaCopyKernel(const Api& api, const Device&, bool, OrtKernelImpl**) { return NoCuda(api); }
+OrtStatus* CreateCudaCopyKernel(std::shared_ptr<Session> session, bool, OrtKernelImpl**) {
+  return NoCuda(session->api());
+}
+CudaMark MarkCuda(const Device&, void*) { return nullptr; }
+double CudaMillisecondsBetween(const CudaMark&, const CudaMark&) { return -1; }
+const char* NvtxMissing() { return kNoCuda; }
+void PushNvtxRange(const char*) {}
+void PopNvtxRange() {}
 }  // namespace ep
 }  // namespace deltafuse

@@ -4,17 +4,23 @@
 #include <utility>
 #include <vector>
 
+#include "arena_allocator.h"
 #include "build_info.h"
 #include "cuda_backend.h"
 #include "kda_binding.h"
 #include "kda_kernel.h"
+#include "profiler.h"
 #include "refusals.h"
 
 namespace deltafuse::ep {
 
-Ep::Ep(const Api& api, const Device& device, const OrtKernelRegistry* registry, const OrtLogger* logger,
-       std::string tag)
-    : OrtEp{}, api_(api), device_(device), registry_(registry), logger_(logger), tag_(std::move(tag)) {
+Ep::Ep(std::shared_ptr<Session> session, const OrtKernelRegistry* registry, const OrtLogger* logger)
+    : OrtEp{},
+      session_(std::move(session)),
+      api_(session_->api()),
+      device_(session_->device()),
+      registry_(registry),
+      logger_(logger) {
   ort_version_supported = kOrtApiVersion;
   OrtEp::GetName = [](const OrtEp*) noexcept { return kEpName; };
   OrtEp::GetCapability = [](OrtEp* self, const OrtGraph* graph, OrtEpGraphSupportInfo* support) noexcept {
@@ -30,15 +36,32 @@ Ep::Ep(const Api& api, const Device& device, const OrtKernelRegistry* registry, 
     *supported = !static_cast<Ep*>(self)->device_.cuda;
     return nullptr;
   };
+  OrtEp::CreateProfiler = [](OrtEp* self, OrtEpProfilerImpl** profiler) noexcept {
+    auto* ep = static_cast<Ep*>(self);
+    return Guard(ep->api_, [&] { return deltafuse::ep::CreateProfiler(ep->session_, profiler); });
+  };
   if (!device_.cuda) return;
+  // Used where no CUDA EP stands before this one: the first EP of a device supplies its memory.
   OrtEp::CreateAllocator = [](OrtEp* self, const OrtMemoryInfo*, OrtAllocator** allocator) noexcept {
     auto* ep = static_cast<Ep*>(self);
-    return Guard(ep->api_,
-                 [&] { return CreateCudaAllocator(ep->api_, ep->device_.ordinal, /*caching=*/true, allocator); });
+    return Guard(ep->api_, [&]() -> OrtStatus* {
+      OrtMemoryInfo* info = nullptr;
+      DF_RETURN_IF_ERROR(CreateCudaMemoryInfo(ep->api_, ep->device_.ordinal, &info));
+      const Options& options = ep->session_->options();
+      return CreateArenaAllocator(ep->api_, Own(info, ep->api_.ort->ReleaseMemoryInfo), CudaMemory(ep->device_.ordinal),
+                                  options.memory_limit, /*keep=*/true, options.session_tag, allocator);
+    });
   };
   OrtEp::Sync = [](OrtEp* self) noexcept {
     auto* ep = static_cast<Ep*>(self);
-    return Guard(ep->api_, [&] { return SynchronizeCuda(ep->api_, ep->device_); });
+    return Guard(ep->api_, [&] { return ep->session_->Synchronize(); });
+  };
+  // The CUDA EP waits for its own stream.
+  OrtEp::OnRunEnd = [](OrtEp* self, const OrtRunOptions*, bool sync_stream) noexcept {
+    auto* ep = static_cast<Ep*>(self);
+    return Guard(ep->api_, [&]() -> OrtStatus* {
+      return ep->session_->TakeOwnStreamUsed() && sync_stream ? ep->session_->Synchronize() : nullptr;
+    });
   };
 }
 
@@ -99,7 +122,7 @@ OrtStatus* Ep::Refuse(const OrtNode* node, const std::string& reason) {
     DF_RETURN_IF_ERROR(api_.ort->GetValueInfoName(values[0], &text));
     refusal.output = text;
   }
-  if (!RecordRefusal(this, tag_, refusal)) return nullptr;
+  if (!RecordRefusal(this, session_->options().session_tag, refusal)) return nullptr;
   const std::string message = "deltafuse does not take node '" + refusal.node + "' (" + refusal.domain +
                               "::" + refusal.op_type + ", output '" + refusal.output + "') on " + device_.name + ": " +
                               reason;

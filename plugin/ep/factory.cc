@@ -1,9 +1,9 @@
 #include "factory.h"
 
-#include <cctype>
 #include <string_view>
 #include <utility>
 
+#include "arena_allocator.h"
 #include "build_info.h"
 #include "cuda_backend.h"
 #include "ep.h"
@@ -22,6 +22,14 @@ std::string PciBusId(const Api& api, const OrtHardwareDevice* hardware) {
 bool IsNvidiaGpu(const Api& api, const OrtHardwareDevice* hardware) {
   return api.ort->HardwareDevice_Type(hardware) == OrtHardwareDeviceType_GPU &&
          api.ort->HardwareDevice_VendorId(hardware) == kNvidiaVendorId;
+}
+
+// Memory that belongs to no session: nothing orders its users, so that nothing is kept for the next one.
+OrtStatus* CreateSharedAllocator(const Api& api, int ordinal, OrtAllocator** allocator) {
+  OrtMemoryInfo* info = nullptr;
+  DF_RETURN_IF_ERROR(CreateCudaMemoryInfo(api, ordinal, &info));
+  return CreateArenaAllocator(api, Own(info, api.ort->ReleaseMemoryInfo), CudaMemory(ordinal), 0, /*keep=*/false, "",
+                              allocator);
 }
 
 }  // namespace
@@ -60,12 +68,12 @@ Factory::Factory(const Api& api, const OrtLogger* logger) : OrtEpFactory{}, api_
             factory->api_.ep->MemoryDevice_AreEqual(
                 factory->api_.ep->MemoryInfo_GetMemoryDevice(info),
                 factory->api_.ep->MemoryInfo_GetMemoryDevice(served->device.memory)))
-          return CreateCudaAllocator(factory->api_, served->device.ordinal, /*caching=*/false, allocator);
+          return CreateSharedAllocator(factory->api_, served->device.ordinal, allocator);
       return nullptr;  // null: ORT's own CPU allocator
     });
   };
   OrtEpFactory::ReleaseAllocator = [](OrtEpFactory*, OrtAllocator* allocator) noexcept {
-    ReleaseCudaAllocator(allocator);
+    ReleaseArenaAllocator(allocator);
   };
   OrtEpFactory::CreateDataTransfer = [](OrtEpFactory* self, OrtDataTransferImpl** transfer) noexcept -> OrtStatus* {
     *transfer = nullptr;
@@ -192,33 +200,12 @@ OrtStatus* Factory::MakeEp(const OrtHardwareDevice* const* hardware, size_t coun
     DF_RETURN_IF_ERROR(CreateKernelRegistry(served->kernel_state, &registry));
     served->registry.reset(registry);
   }
-  std::string tag;
-  DF_RETURN_IF_ERROR(ReadOptions(options, &tag));
-  *ep = new Ep(api_, served->device, served->registry.get(), logger, std::move(tag));
+  Options own;
+  DF_RETURN_IF_ERROR(ReadOptions(api_, served->device, options, &own));
+  auto session = std::make_shared<Session>(api_, served->device, std::move(own));
+  *ep = new Ep(std::move(session), served->registry.get(), logger);
   ++living_eps_;
   ++living_eps_of_all_;
-  return nullptr;
-}
-
-OrtStatus* Factory::ReadOptions(const OrtSessionOptions* options, std::string* tag) {
-  std::string prefix = std::string("ep.") + kEpName + ".";
-  for (char& c : prefix) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  OrtKeyValuePairs* entries = nullptr;
-  DF_RETURN_IF_ERROR(api_.ort->GetSessionOptionsConfigEntries(options, &entries));
-  const Owned<OrtKeyValuePairs> owned = Own(entries, api_.ort->ReleaseKeyValuePairs);
-  const char* const* keys = nullptr;
-  const char* const* values = nullptr;
-  size_t count = 0;
-  api_.ort->GetKeyValuePairs(entries, &keys, &values, &count);
-  for (size_t i = 0; i < count; ++i) {
-    const std::string_view key(keys[i]);
-    if (key.substr(0, prefix.size()) != prefix) continue;
-    const std::string_view name = key.substr(prefix.size());
-    if (name != "session_tag")
-      return MakeStatus(api_, ORT_INVALID_ARGUMENT,
-                        std::string(kEpName) + " has no option '" + std::string(name) + "': it takes session_tag");
-    *tag = values[i];
-  }
   return nullptr;
 }
 

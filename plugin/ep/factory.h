@@ -42,7 +42,6 @@ class Factory final : public OrtEpFactory {
   OrtStatus* OfferDevice(const OrtHardwareDevice* hardware, const Served& served, OrtEpDevice** ep_device);
   OrtStatus* MakeEp(const OrtHardwareDevice* const* hardware, size_t count, const OrtSessionOptions* options,
                     const OrtLogger* logger, OrtEp** ep);
-  OrtStatus* ReadOptions(const OrtSessionOptions* options, std::string* tag);
   OrtStatus* Log(OrtLoggingLevel level, const std::string& message);
 
   const Api api_;

@@ -72,6 +72,14 @@ struct Operand {
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   int64_t rank = kUnknown;
   std::array<int64_t, kMaxRank> dims{};  // kUnknown where only known at run time
+
+  // Whether its whole shape is known.
+  bool Known() const {
+    if (rank == kUnknown) return false;
+    for (int64_t i = 0; i < rank && i < kMaxRank; ++i)
+      if (dims[i] == kUnknown) return false;
+    return true;
+  }
 };
 
 struct KdaOperands {
@@ -88,6 +96,12 @@ std::string BindGeometry(const KdaAttributes& attributes, const KdaOperands& ope
 struct Shape {
   std::array<int64_t, kMaxRank> dims{};
   size_t rank = 0;
+
+  size_t Elements() const {
+    size_t count = 1;
+    for (size_t i = 0; i < rank; ++i) count *= static_cast<size_t>(dims[i]);
+    return count;
+  }
 };
 std::array<Shape, kKdaOutputs> OutputShapes(const kda::Params& params);
 

@@ -1,24 +1,22 @@
 #include "kda_kernel.h"
 
 #include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_backend.h"
 #include "kda_attributes.h"
 #include "kda_binding.h"
+#include "profiler.h"
+#include "workspace.h"
 
 namespace deltafuse::ep {
 namespace {
 
-// What the graph knows of a value before it runs.
-OrtStatus* Describe(const Api& api, const OrtValueInfo* value, Operand* operand) {
-  const char* name = nullptr;
-  if (!value) return nullptr;  // an optional operand that is not given
-  DF_RETURN_IF_ERROR(api.ort->GetValueInfoName(value, &name));
-  if (!name || !*name) return nullptr;
-  operand->present = true;
-  const OrtTypeInfo* type_info = nullptr;
-  DF_RETURN_IF_ERROR(api.ort->GetValueInfoTypeInfo(value, &type_info));
+// Element type and shape, as far as they are known.
+OrtStatus* DescribeType(const Api& api, const OrtTypeInfo* type_info, Operand* operand) {
   const OrtTensorTypeAndShapeInfo* tensor = nullptr;
   if (type_info) DF_RETURN_IF_ERROR(api.ort->CastTypeInfoToTensorInfo(type_info, &tensor));
   if (!tensor) return nullptr;
@@ -33,7 +31,19 @@ OrtStatus* Describe(const Api& api, const OrtValueInfo* value, Operand* operand)
   return nullptr;
 }
 
-OrtStatus* Describe(const Api& api, const OrtValue* value, Operand* operand, const void** data) {
+// What the graph knows of a value before it runs.
+OrtStatus* DescribeValue(const Api& api, const OrtValueInfo* value, Operand* operand) {
+  const char* name = nullptr;
+  if (!value) return nullptr;  // an optional operand that is not given
+  DF_RETURN_IF_ERROR(api.ort->GetValueInfoName(value, &name));
+  if (!name || !*name) return nullptr;
+  operand->present = true;
+  const OrtTypeInfo* type_info = nullptr;
+  DF_RETURN_IF_ERROR(api.ort->GetValueInfoTypeInfo(value, &type_info));
+  return DescribeType(api, type_info, operand);
+}
+
+OrtStatus* DescribeValue(const Api& api, const OrtValue* value, Operand* operand, const void** data) {
   *data = nullptr;
   if (!value) return nullptr;
   operand->present = true;
@@ -44,6 +54,8 @@ OrtStatus* Describe(const Api& api, const OrtValue* value, Operand* operand, con
   std::copy_n(dims, std::min<size_t>(rank, kMaxRank), operand->dims.begin());
   return api.ort->GetTensorData(value, data);
 }
+
+constexpr const char* kOutputNames[kKdaOutputs] = {"o", "present_conv_state", "final_state"};
 
 // The prefix sums must be in order and cover the tokens, or the kernel would reach outside of its operands.
 std::string CheckSequences(const kda::Params& p) {
@@ -85,46 +97,71 @@ void RunOnPool(void* user, int64_t count, void (*fn)(void* ctx, int64_t i), void
       static_cast<size_t>(count), 0, &task);
 }
 
-// Workspace from the session's allocator, given back when the call is over. On a device that is in stream order: what
-// takes the memory next is queued behind the kernels that use it.
-class Workspace {
- public:
-  explicit Workspace(const Api& api) : api_(api) {}
-  Workspace(const Workspace&) = delete;
-  Workspace& operator=(const Workspace&) = delete;
-  ~Workspace() {
-    if (data_) allocator_->Free(allocator_, data_);
-    if (allocator_) api_.ort->ReleaseAllocator(allocator_);
-  }
-  OrtStatus* Take(const OrtKernelContext* context, const OrtMemoryInfo* memory, size_t bytes) {
-    if (bytes == 0) return nullptr;
-    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetAllocator(context, memory, &allocator_));
-    return api_.ort->KernelContext_GetScratchBuffer(context, memory, bytes, &data_);
-  }
-  void* data() const { return data_; }
+// What an error says first.
+std::string NodeText(const std::string& node) { return std::string(kKdaOpType) + " node '" + node + "': "; }
 
- private:
-  const Api& api_;
-  OrtAllocator* allocator_ = nullptr;
-  void* data_ = nullptr;
-};
+// The status with the node's name before its message. Takes `status` over.
+OrtStatus* WithNode(const Api& api, const std::string& node, OrtStatus* status) {
+  if (!status) return nullptr;
+  const Owned<OrtStatus> owned = Own(status, api.ort->ReleaseStatus);
+  return MakeStatus(api, api.ort->GetErrorCode(status), NodeText(node) + api.ort->GetErrorMessage(status));
+}
+
+size_t BytesOf(kda::DType type) { return type == kda::DType::kFloat32 ? 4 : 2; }
+
+const char* NameOf(kda::DType type) {
+  return type == kda::DType::kFloat32 ? "float32" : type == kda::DType::kFloat16 ? "float16" : "bfloat16";
+}
+
+// What the profile shows as the kernel's name.
+const char* KernelName(const kda::Params& p) {
+  const bool one_token_each = p.cu_seqlens ? p.seq_len <= p.num_seqs : p.seq_len <= 1;
+  return one_token_each ? "deltafuse_kda_decode" : "deltafuse_kda_prefill";
+}
+
+void BindInputs(const std::array<const void*, kKdaInputs>& data, kda::Params* p) {
+  p->q = data[kQ];
+  p->k = data[kK];
+  p->v = data[kV];
+  if (!p->k) {  // packed q | k | v: three pointers into one buffer
+    const size_t width = size_t(p->num_heads) * p->head_dim * BytesOf(p->dtype);
+    p->k = static_cast<const char*>(p->q) + width;
+    p->v = static_cast<const char*>(p->q) + 2 * width;
+  }
+  p->g = data[kG];
+  p->beta = data[kBeta];
+  p->A_log = static_cast<const float*>(data[kALog]);
+  p->dt_bias = static_cast<const float*>(data[kDtBias]);
+  p->conv_weight = static_cast<const float*>(data[kConvWeight]);
+  p->conv_bias = static_cast<const float*>(data[kConvBias]);
+  p->conv_state = data[kConvState];
+  p->initial_state = data[kInitialState];
+  p->norm_weight = static_cast<const float*>(data[kNormWeight]);
+  p->gate = data[kGate];
+  p->cu_seqlens = data[kCuSeqlens];
+}
 
 class KdaKernel final : public OrtKernelImpl {
  public:
-  KdaKernel(const Api& api, const Device& device, std::string node, KdaAttributes attributes)
-      : OrtKernelImpl{}, api_(api), device_(device), node_(std::move(node)), attributes_(std::move(attributes)) {
+  KdaKernel(std::shared_ptr<Session> session, std::string node, KdaAttributes attributes)
+      : OrtKernelImpl{},
+        session_(std::move(session)),
+        api_(session_->api()),
+        device_(session_->device()),
+        node_(std::move(node)),
+        attributes_(std::move(attributes)) {
+    session_->KernelCreated();
     ort_version_supported = kOrtApiVersion;
     Compute = [](OrtKernelImpl* self, OrtKernelContext* context) noexcept -> OrtStatus* {
       auto* kernel = static_cast<KdaKernel*>(self);
-      return Guard(kernel->api_, [&] { return kernel->Run(context); });
+      return Guard(kernel->api_, [&] { return WithNode(kernel->api_, kernel->node_, kernel->Run(context)); });
     };
     Release = [](OrtKernelImpl* self) noexcept { delete static_cast<KdaKernel*>(self); };
   }
+  ~KdaKernel() { session_->KernelGone(); }
 
  private:
-  OrtStatus* Fail(const std::string& reason) const {
-    return MakeStatus(api_, ORT_INVALID_ARGUMENT, std::string(kKdaOpType) + " node '" + node_ + "': " + reason);
-  }
+  OrtStatus* Fail(const std::string& reason) const { return MakeStatus(api_, ORT_INVALID_ARGUMENT, reason); }
 
   OrtStatus* Run(OrtKernelContext* context) const {
     KdaOperands operands;
@@ -134,7 +171,7 @@ class KdaKernel final : public OrtKernelImpl {
     for (size_t i = 0; i < std::min<size_t>(count, kKdaInputs); ++i) {
       const OrtValue* value = nullptr;
       DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetInput(context, i, &value));
-      DF_RETURN_IF_ERROR(Describe(api_, value, &operands.inputs[i], &data[i]));
+      DF_RETURN_IF_ERROR(DescribeValue(api_, value, &operands.inputs[i], &data[i]));
     }
 
     // Outputs are made from the inputs' geometry, so that is bound first, with o alone; their presence and types after.
@@ -150,10 +187,15 @@ class KdaKernel final : public OrtKernelImpl {
     std::array<void*, kKdaOutputs> results{};
     for (size_t i = 0; i < std::min<size_t>(count, kKdaOutputs); ++i) {
       OrtValue* value = nullptr;
-      DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetOutput(context, i, shapes[i].dims.data(), shapes[i].rank, &value));
+      const size_t bytes = shapes[i].Elements() * BytesOf(i == kFinalState ? params.state_dtype : params.dtype);
+      if (OrtStatus* status =
+              api_.ort->KernelContext_GetOutput(context, i, shapes[i].dims.data(), shapes[i].rank, &value))
+        return NoMemory(api_, context, device_.memory, std::string("output ") + kOutputNames[i], bytes, status);
       const void* unused = nullptr;
-      DF_RETURN_IF_ERROR(Describe(api_, value, &operands.outputs[i], &unused));
+      DF_RETURN_IF_ERROR(DescribeValue(api_, value, &operands.outputs[i], &unused));
       if (value) DF_RETURN_IF_ERROR(api_.ort->GetTensorMutableData(value, &results[i]));
+      if (value && !results[i] && bytes != 0)
+        return NoMemory(api_, context, device_.memory, std::string("output ") + kOutputNames[i], bytes, nullptr);
     }
     if (const std::string reason = BindGeometry(attributes_, operands, &params); !reason.empty()) return Fail(reason);
     params.o = results[kO];
@@ -162,33 +204,12 @@ class KdaKernel final : public OrtKernelImpl {
     return device_.cuda ? RunOnCuda(context, params) : RunOnCpu(context, params);
   }
 
-  static void BindInputs(const std::array<const void*, kKdaInputs>& data, kda::Params* p) {
-    p->q = data[kQ];
-    p->k = data[kK];
-    p->v = data[kV];
-    if (!p->k) {  // packed q | k | v: three pointers into one buffer
-      const size_t bytes = p->dtype == kda::DType::kFloat32 ? 4 : 2;
-      const size_t width = size_t(p->num_heads) * p->head_dim * bytes;
-      p->k = static_cast<const char*>(p->q) + width;
-      p->v = static_cast<const char*>(p->q) + 2 * width;
-    }
-    p->g = data[kG];
-    p->beta = data[kBeta];
-    p->A_log = static_cast<const float*>(data[kALog]);
-    p->dt_bias = static_cast<const float*>(data[kDtBias]);
-    p->conv_weight = static_cast<const float*>(data[kConvWeight]);
-    p->conv_bias = static_cast<const float*>(data[kConvBias]);
-    p->conv_state = data[kConvState];
-    p->initial_state = data[kInitialState];
-    p->norm_weight = static_cast<const float*>(data[kNormWeight]);
-    p->gate = data[kGate];
-    p->cu_seqlens = data[kCuSeqlens];
-  }
-
   OrtStatus* RunOnCpu(const OrtKernelContext* context, const kda::Params& params) const {
     if (const char* reason = kda::cpu_refusal(params)) return Fail(reason);
     Workspace workspace(api_);
     DF_RETURN_IF_ERROR(workspace.Take(context, device_.memory, kda::cpu_workspace_bytes(params)));
+    KernelScope scope(*session_, KernelName(params), node_, nullptr);
+    DescribeCall(params, &scope);
     Pool pool{&api_, context, nullptr};
     const char* failure = kda::cpu_forward(params, workspace.data(), RunOnPool, &pool);
     if (pool.status) return pool.status;
@@ -198,19 +219,69 @@ class KdaKernel final : public OrtKernelImpl {
   OrtStatus* RunOnCuda(const OrtKernelContext* context, const kda::Params& params) const {
     DF_RETURN_IF_ERROR(UseCudaDevice(api_, device_));
     if (const char* reason = kda::cuda_refusal(params, device_.compute_capability)) return Fail(reason);
-    void* stream = nullptr;  // of the CUDA EP where there is one; null is the default stream
-    DF_RETURN_IF_ERROR(api_.ort->KernelContext_GetGPUComputeStream(context, &stream));
+    void* stream = nullptr;
+    DF_RETURN_IF_ERROR(session_->ComputeStream(context, &stream));
     Workspace workspace(api_);
-    DF_RETURN_IF_ERROR(workspace.Take(context, device_.memory, kda::cuda_workspace_bytes(params)));
+    DF_RETURN_IF_ERROR(
+        workspace.Take(context, device_.memory, kda::cuda_workspace_bytes(params), &session_->workspace(), stream));
+    KernelScope scope(*session_, KernelName(params), node_, stream);
+    DescribeCall(params, &scope);
     const char* failure = kda::cuda_forward(params, workspace.data(), stream);
     return failure ? Fail(failure) : nullptr;
   }
 
+  void DescribeCall(const kda::Params& p, KernelScope* scope) const {
+    if (!scope->profiled()) return;
+    scope->SetArguments({{"op_name", kKdaOpType},
+                         {"provider", kEpName},
+                         {"device", device_.name},
+                         {"dtype", NameOf(p.dtype)},
+                         {"sequences", std::to_string(p.num_seqs)},
+                         {"tokens", std::to_string(p.batch * p.seq_len)}});
+  }
+
+  const std::shared_ptr<Session> session_;
   const Api& api_;
   const Device& device_;
   const std::string node_;
   const KdaAttributes attributes_;
 };
+
+// Takes the memory for the node's workspace where its shapes are known already.
+OrtStatus* PrepareWorkspace(Session* session, const OrtKernelInfo* info, const KdaAttributes& attributes) {
+  const Api& api = session->api();
+  KdaOperands operands;
+  size_t count = 0;
+  DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetInputCount(info, &count));
+  for (size_t i = 0; i < std::min<size_t>(count, kKdaInputs); ++i) {
+    size_t length = 0;
+    DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetInputName(info, i, nullptr, &length));
+    if (length <= 1) continue;  // an optional operand that is not given
+    OrtTypeInfo* type_info = nullptr;
+    DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetInputTypeInfo(info, i, &type_info));
+    const Owned<OrtTypeInfo> owned = Own(type_info, api.ort->ReleaseTypeInfo);
+    Operand& operand = operands.inputs[i];
+    operand.present = true;
+    DF_RETURN_IF_ERROR(DescribeType(api, type_info, &operand));
+    if (!operand.Known()) return nullptr;
+  }
+  operands.outputs[kO].present = true;
+  kda::Params params;
+  // What is wrong with the node by now, its run reports.
+  if (!BindGeometry(attributes, operands, &params).empty()) return nullptr;
+  // Which operands there are decides as well. Nobody reads them yet.
+  alignas(256) static const char kStandIn[256] = {};
+  std::array<const void*, kKdaInputs> data{};
+  for (size_t i = 0; i < kKdaInputs; ++i) data[i] = operands.inputs[i].present ? kStandIn : nullptr;
+  BindInputs(data, &params);
+  if (!session->device().cuda) {
+    const size_t bytes = kda::cpu_refusal(params) ? 0 : kda::cpu_workspace_bytes(params);
+    return bytes == 0 ? nullptr : WarmArena(api, info, bytes);
+  }
+  DF_RETURN_IF_ERROR(UseCudaDevice(api, session->device()));
+  const bool refused = kda::cuda_refusal(params, session->device().compute_capability) != nullptr;
+  return refused ? nullptr : session->workspace().Grow(info, kda::cuda_workspace_bytes(params));
+}
 
 }  // namespace
 
@@ -236,9 +307,9 @@ OrtStatus* KdaRefusal(const Api& api, const Device& device, const OrtNode* node,
   std::vector<const OrtValueInfo*> values(std::max(inputs, outputs));
   KdaOperands operands;
   DF_RETURN_IF_ERROR(api.ort->Node_GetInputs(node, values.data(), inputs));
-  for (size_t i = 0; i < inputs; ++i) DF_RETURN_IF_ERROR(Describe(api, values[i], &operands.inputs[i]));
+  for (size_t i = 0; i < inputs; ++i) DF_RETURN_IF_ERROR(DescribeValue(api, values[i], &operands.inputs[i]));
   DF_RETURN_IF_ERROR(api.ort->Node_GetOutputs(node, values.data(), outputs));
-  for (size_t i = 0; i < outputs; ++i) DF_RETURN_IF_ERROR(Describe(api, values[i], &operands.outputs[i]));
+  for (size_t i = 0; i < outputs; ++i) DF_RETURN_IF_ERROR(DescribeValue(api, values[i], &operands.outputs[i]));
 
   kda::Params params;
   *reason = BindGeometry(attributes, operands, &params);
@@ -250,7 +321,8 @@ OrtStatus* KdaRefusal(const Api& api, const Device& device, const OrtNode* node,
   return nullptr;
 }
 
-OrtStatus* CreateKdaKernel(const Api& api, const Device& device, const OrtKernelInfo* info, OrtKernelImpl** kernel) {
+OrtStatus* CreateKdaKernel(std::shared_ptr<Session> session, const OrtKernelInfo* info, OrtKernelImpl** kernel) {
+  const Api& api = session->api();
   size_t bytes = 0;
   DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetNodeName(info, nullptr, &bytes));
   std::string node(bytes, '\0');
@@ -258,9 +330,11 @@ OrtStatus* CreateKdaKernel(const Api& api, const Device& device, const OrtKernel
   node = node.c_str();
   KdaAttributes attributes;
   const std::string reason = ReadAttributes(KernelAttributes(api, info), &attributes);
-  if (!reason.empty())
-    return MakeStatus(api, ORT_INVALID_ARGUMENT, std::string(kKdaOpType) + " node '" + node + "': " + reason);
-  *kernel = new KdaKernel(api, device, std::move(node), std::move(attributes));
+  if (!reason.empty()) return MakeStatus(api, ORT_INVALID_ARGUMENT, NodeText(node) + reason);
+  Owned<OrtKernelImpl> made(new KdaKernel(session, node, attributes),
+                            [](OrtKernelImpl* unused) noexcept { unused->Release(unused); });
+  DF_RETURN_IF_ERROR(WithNode(api, node, PrepareWorkspace(session.get(), info, attributes)));
+  *kernel = made.release();
   return nullptr;
 }
 

@@ -2,10 +2,13 @@
 
 #include <initializer_list>
 #include <limits>
+#include <memory>
+#include <utility>
 
 #include "cuda_backend.h"
 #include "kda_binding.h"
 #include "kda_kernel.h"
+#include "session.h"
 
 namespace deltafuse::ep {
 namespace {
@@ -14,13 +17,21 @@ const KernelState& State(void* state) { return *static_cast<const KernelState*>(
 
 OrtStatus* ORT_API_CALL CreateKda(void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
   const Api& api = *State(state).api;
-  return Guard(api, [&] { return CreateKdaKernel(api, *State(state).device, info, kernel); });
+  return Guard(api, [&]() -> OrtStatus* {
+    std::shared_ptr<Session> session;
+    DF_RETURN_IF_ERROR(FindSession(api, info, &session));
+    return CreateKdaKernel(std::move(session), info, kernel);
+  });
 }
 
 template <bool to_host>
-OrtStatus* ORT_API_CALL CreateCopy(void* state, const OrtKernelInfo*, OrtKernelImpl** kernel) noexcept {
+OrtStatus* ORT_API_CALL CreateCopy(void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
   const Api& api = *State(state).api;
-  return Guard(api, [&] { return CreateCudaCopyKernel(api, *State(state).device, to_host, kernel); });
+  return Guard(api, [&]() -> OrtStatus* {
+    std::shared_ptr<Session> session;
+    DF_RETURN_IF_ERROR(FindSession(api, info, &session));
+    return CreateCudaCopyKernel(std::move(session), to_host, kernel);
+  });
 }
 
 struct KernelEntry {

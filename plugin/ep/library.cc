@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <string>
 
+#include "arena_allocator.h"
 #include "build_info.h"
 #include "cuda_backend.h"
 #include "factory.h"
@@ -78,6 +79,10 @@ DF_EXPORT const char* deltafuse_cuda_status() { return Keep(deltafuse::ep::CudaS
 
 // How many sessions use the library.
 DF_EXPORT int deltafuse_living_sessions() { return Factory::LivingEps(); }
+
+// JSON list of the memory arenas of the living session with this tag, of all sessions when the tag is "": how many
+// bytes are in use and were taken from the device, the limit, how often. None where ORT's CUDA EP supplies the memory.
+DF_EXPORT const char* deltafuse_memory(const char* tag) { return Keep(deltafuse::ep::ArenaStatsJson(tag ? tag : "")); }
 
 // JSON list of the nodes that living EPs with this session tag refused; of all of them when the tag is "".
 DF_EXPORT const char* deltafuse_refusals(const char* tag) {
