@@ -123,7 +123,10 @@ def inspect_command(
 
 @app.command("doctor")
 def doctor_command(as_json: Json = False) -> None:
-    """Say what is installed, whether the plugin loads here, and what can run on it."""
+    """Say what is installed, whether the plugin loads here, what can run on it, and what to do next.
+
+    Exit codes: 0 a fused model runs on the plugin's kernels here, 1 it does not (only by fallback, or not at all).
+    """
     with clear_errors():
         from .cli_doctor import examine, render
 
@@ -132,6 +135,8 @@ def doctor_command(as_json: Json = False) -> None:
             typer.echo(json.dumps(findings, indent=2, default=str))
         else:
             render(findings, show.console())
+        if findings["verdict"]["exit_code"]:
+            raise typer.Exit(findings["verdict"]["exit_code"])
 
 
 @app.command("version")

@@ -32,8 +32,9 @@ REGISTRATION_NAME = "deltafuse_cuda_plugin"
 
 Form = Literal["classic", "plugin", "none"]
 
+#: The file of the classic provider, and of the plugin in builds that have the CUDA EP as one.
+PROVIDER_LIBRARY = "libonnxruntime_providers_cuda.so"
 _PLUGIN_LIBRARY = "libonnxruntime_providers_cuda_plugin.so"
-_PROVIDER_LIBRARY = "libonnxruntime_providers_cuda.so"
 _PLUGIN_BUILD = ", cuda-plugin-ep="
 
 
@@ -109,9 +110,9 @@ def libraries_beside(package: Path, plugin_build: bool) -> list[str]:
         package: onnxruntime's folder.
         plugin_build: was it built with the CUDA EP as a plugin? The library then has the classic provider's file name.
     """
-    names = [_PLUGIN_LIBRARY, *([_PROVIDER_LIBRARY] if plugin_build else [])]
+    names = [_PLUGIN_LIBRARY, *([PROVIDER_LIBRARY] if plugin_build else [])]
     found = [package / "capi" / name for name in names]
-    found += [package.parent / "onnxruntime_ep_cuda" / name for name in (_PROVIDER_LIBRARY, _PLUGIN_LIBRARY)]
+    found += [package.parent / "onnxruntime_ep_cuda" / name for name in (PROVIDER_LIBRARY, _PLUGIN_LIBRARY)]
     return [str(path) for path in found if path.is_file()]
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import elf
 from .errors import DeltaFuseError
 
 EP_NAME = "DeltaFuseExecutionProvider"
@@ -166,6 +167,17 @@ def refusals(tag: str, library: str | None = None) -> list[dict[str, str]]:
     return found
 
 
+def check_library(path: str) -> None:
+    """Look at a library's header before the loader does, which crashes the process on a truncated file.
+
+    Raises:
+        PluginError: it is not a library for this machine.
+    """
+    why = elf.wrong_architecture(path)
+    if why:
+        raise PluginError(f"the plugin EP's library {path} cannot be loaded: {why}")
+
+
 @functools.cache
 def load_library(path: str) -> ctypes.CDLL:
     """The library through ctypes: the same copy that ORT uses, when both load it from one path.
@@ -173,6 +185,7 @@ def load_library(path: str) -> ctypes.CDLL:
     Raises:
         PluginError: it cannot be loaded.
     """
+    check_library(path)
     try:
         library = ctypes.CDLL(path)
         library.deltafuse_refusals.argtypes = [ctypes.c_char_p]

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from . import cuda_ep, fallback
 from .assigned import Assignment, NodeAssignment, model_calls
 from .cuda_ep import CUDA_EP, CudaEp
-from .discovery import EP_NAME, PluginError, get_library_path, refusals
+from .discovery import EP_NAME, PluginError, check_library, get_library_path, refusals
 from .errors import DeltaFuseError, OptionError, OrtError
 from .lifetime import other_version
 from .providers import add_providers, as_text
@@ -48,7 +48,7 @@ def register(library: str | os.PathLike[str] | None = None) -> str:
     Raises:
         OrtError: onnxruntime is not installed, older than 1.27, or refuses the library; or another library is
             registered under the same name.
-        PluginError: there is no library.
+        PluginError: there is no library, or it is damaged or for another kind of machine.
     """
     ort = _onnxruntime()
     with _lock:
@@ -61,6 +61,7 @@ def register(library: str | os.PathLike[str] | None = None) -> str:
             if os.path.realpath(loaded) != path:
                 raise OrtError(f"{EP_NAME} is already registered from {loaded}: deltafuse.unregister() before {path}")
             return EP_NAME
+        check_library(path)
         try:
             ort.register_execution_provider_library(REGISTRATION_NAME, path)
         except Exception as error:  # onnxruntime has no common base for its errors

@@ -115,13 +115,13 @@ def test_version_and_help() -> None:
 
 def test_doctor() -> None:
     result = runner.invoke(app, ["doctor", "--json"])
-    assert result.exit_code == 0, result.output
     findings = json.loads(result.stdout)
+    assert result.exit_code == findings["verdict"]["exit_code"] == (0 if findings["plugin"]["loads"] else 1)
     assert findings["deltafuse"] == __version__ and findings["onnxruntime"]["version"]
     assert {(t["target"], t["runs"]) for t in findings["targets"]} == {("plugin", True), ("portable", True)}
     assert findings["plugin"]["loads"] or findings["plugin"]["problem"]
     text = runner.invoke(app, ["doctor"])
-    assert text.exit_code == 0 and "onnxruntime" in text.stdout
+    assert text.exit_code == result.exit_code and "onnxruntime" in text.stdout
 
 
 @pytest.mark.parametrize(
