@@ -14,7 +14,7 @@ INTEGER_TYPES = frozenset({ir.DataType.INT64, ir.DataType.INT32})
 
 #: Ops of the default domain whose result is not a function of their inputs alone.
 _RANDOM = frozenset(
-    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
 )
 #: ORT's ops that are plain arithmetic and that ORT's own optimiser puts into models.
 _TRANSPARENT_CONTRIB = frozenset(

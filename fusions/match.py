@@ -92,13 +92,13 @@ def denominator(view: GraphView, value: ir.Value | None) -> Length | None:
     if producer is None:
         return None
     if is_op(producer, "Sqrt") or (is_op(producer, "Pow") and view.scalar(producer.inputs[1]) == 0.5):
-        return _root(view, producer.inputs[0])
+        return radicand(view, producer.inputs[0])
     if is_op(producer, "Clip", "Max") and len(producer.inputs) >= 2:
         return _clamped(view, producer)
     return None
 
 
-def _root(view: GraphView, value: ir.Value | None) -> Length | None:
+def radicand(view: GraphView, value: ir.Value | None) -> Length | None:
     """The radicand: reduced squares plus epsilon."""
     epsilon = 0.0
     producer = None if value is None else value.producer()
@@ -143,7 +143,7 @@ def _clamped(view: GraphView, node: ir.Node) -> Length | None:
         x, axis = producer.inputs[0], _axis(view, producer)
         return None if x is None or axis is None else Length("max", x, epsilon, axis)
     if is_op(producer, "Sqrt"):
-        inner = _root(view, producer.inputs[0])
+        inner = radicand(view, producer.inputs[0])
         if inner is not None and inner.kind == "sum" and inner.epsilon == 0.0:
             return Length("max", inner.x, epsilon, inner.axis)
     return None
@@ -184,7 +184,7 @@ def reciprocal_norm(view: GraphView, value: ir.Value | None) -> Length | None:
     if is_op(producer, "Div") and view.scalar(producer.inputs[0]) == 1.0:
         return denominator(view, producer.inputs[1])
     if is_op(producer, "Pow") and view.scalar(producer.inputs[1]) == -0.5:
-        return _root(view, producer.inputs[0])
+        return radicand(view, producer.inputs[0])
     return None
 
 

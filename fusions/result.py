@@ -100,7 +100,7 @@ class FusionReport:
         """Everything but the model, as JSON-ready data."""
         model, self.model = self.model, None
         try:
-            return asdict(self)
+            return {name: value for name, value in asdict(self).items() if name != "model"}
         finally:
             self.model = model
 

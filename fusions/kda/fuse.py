@@ -149,7 +149,7 @@ class FuseKda(Pass):
 
 def snap_scale(view: GraphView, core: Candidate, measured: float) -> float | None:
     """The exact scale near a measured one: 1/sqrt(head_dim), 1, or a constant of the region."""
-    exact = [core.config.head_dim**-0.5, 1.0]
+    exact = [1.0, core.config.head_dim**-0.5]
     for node in core.region.nodes:
         if is_op(node, "Mul", "Div"):
             for value in node.inputs:
@@ -158,10 +158,8 @@ def snap_scale(view: GraphView, core: Candidate, measured: float) -> float | Non
                     exact += [constant, 1.0 / constant]
         elif node.op_type == "LinearAttention" and "scale" in node.attributes:
             exact.append(node.attributes["scale"].as_float())
-    for value in exact:
-        if abs(measured - value) <= 1e-4 * abs(value):
-            return short(value)
-    return None
+    nearest = min(exact, key=lambda value: abs(measured - value) / abs(value))
+    return short(nearest) if abs(measured - nearest) <= 2e-5 * abs(nearest) else None
 
 
 def repairs(candidate: Candidate, proof: ProofReport | None) -> list[str]:

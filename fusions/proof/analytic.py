@@ -8,11 +8,12 @@ decays held at 0) is not proved.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from ..candidate import Candidate
 from ..graph import FLOAT_TYPES, GraphView, is_op, subgraphs_of
-from ..match import match_norm, match_softplus
+from ..match import match_norm, match_softplus, radicand
 from ..region import backward
 from .extract import Extract
 
@@ -51,9 +52,11 @@ def _node(view: GraphView, node: ir.Node) -> str | None:
                 if found is not None:
                     return found
         return None
-    if _from_index(node):
+    if subgraphs_of(node):
+        return f"{kind} {node.name!r} chooses between computations"
+    if _from_index(node) or _picks_constants(view, node):
         return f"{kind} {node.name!r} turns positions or lengths into values"
-    if kind in _MOVES or (kind in _ANALYTIC and not _to_integer(node)):
+    if kind in _MOVES or _plain(view, node):
         return None
     if not _reads_floats(node):
         return None  # arithmetic of shapes and indices
@@ -66,9 +69,61 @@ def _inner(view: GraphView, node: ir.Node) -> str | None:
     """A node of a loop's body: constants of the body are not told from its values, so only plain ops pass."""
     if subgraphs_of(node):
         return _words(node)
-    if node.op_type in _MOVES or (node.op_type in _ANALYTIC and not _to_integer(node)) or not _reads_floats(node):
+    if _from_index(node):
+        return f"{node.op_type} {node.name!r} turns positions or lengths into values"
+    if node.op_type in _MOVES or _plain(view, node) or not _reads_floats(node):
         return None
     return _words(node)
+
+
+def _plain(view: GraphView, node: ir.Node) -> bool:
+    """Analytic wherever its input can get to. A root or a logarithm is not where its argument reaches 0."""
+    kind = node.op_type
+    if kind not in _ANALYTIC or _to_integer(node):
+        return False
+    if kind == "Sqrt":
+        return _positive(view, node.inputs[0])
+    if kind == "Pow":
+        exponent = view.scalar(node.inputs[1])
+        if exponent is None:
+            return False
+        return (exponent >= 0 and exponent == int(exponent)) or _positive(view, node.inputs[0])
+    if kind == "ReduceL2":
+        return _in_norm(view, node)
+    if kind == "Log":
+        return match_softplus(view, node) is not None
+    return True
+
+
+def _positive(view: GraphView, value: ir.Value | None) -> bool:
+    """A sum of squares and a positive constant; or the bare sum of squares of a norm with a floor."""
+    found = radicand(view, value)
+    if found is None or value is None:
+        return False
+    if found.epsilon > 0:
+        return True
+    return any(is_op(u, "Sqrt") and _in_norm(view, u) for u in view.users(value))
+
+
+def _in_norm(view: GraphView, node: ir.Node) -> bool:
+    """Is the node's result part of the length that a norm with a floor divides by?"""
+    level = [node]
+    for _ in range(6):
+        level = [u for n in level for v in n.outputs for u in view.users(v)]
+        if any((norm := match_norm(view, u)) is not None and norm.kind == "max" for u in level):
+            return True
+    return False
+
+
+def _picks_constants(view: GraphView, node: ir.Node) -> bool:
+    """Entries of a constant that are chosen by something computed: a table that is cut to the length, say."""
+    if node.op_type not in ("Slice", "Gather", "GatherElements", "GatherND", "Split", "Compress", "Pad"):
+        return False
+    data = node.inputs[0]
+    if data is None or not view.is_const(data) or all(v is None or view.is_const(v) for v in node.inputs[1:]):
+        return False
+    array = view.array(data)
+    return array is None or (array.dtype.kind not in "iub" and not bool(np.all(array == array.flat[0])))
 
 
 def _words(node: ir.Node) -> str:
@@ -129,10 +184,4 @@ def _explained(view: GraphView, node: ir.Node) -> bool:
     if is_op(node, "Greater", "GreaterOrEqual"):
         users = view.users(node.outputs[0])
         return bool(users) and all(match_softplus(view, u) is not None for u in users if is_op(u, "Where"))
-    if is_op(node, "Clip", "Max"):
-        level = [node]
-        for _ in range(4):
-            level = [u for n in level for v in n.outputs for u in view.users(v)]
-            if any((norm := match_norm(view, u)) is not None and norm.kind == "max" for u in level):
-                return True
-    return False
+    return is_op(node, "Clip", "Max") and _in_norm(view, node)

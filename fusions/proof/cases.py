@@ -16,7 +16,8 @@ Arrays = dict[str, np.ndarray]
 Shapes = Callable[[ir.Value], list[int]]
 
 #: Cases beside those of ``draw_inputs``: "tiny-values" brings the norms' epsilons and the scale to light, "wide" draws
-#: over many orders of magnitude, "padded" has rows of zeros at the end, as masked positions leave them.
+#: over many orders of magnitude, "extreme-last" lets the last token be anything, "padded" has rows of zeros at the end,
+#: as masked positions leave them.
 HOSTILE = (
     "normal",
     "gate-near-zero",
@@ -26,6 +27,7 @@ HOSTILE = (
     "tiny-keys",
     "tiny-values",
     "wide",
+    "extreme-last",
     "zero-state",
     "full-state",
     "padded",
@@ -35,11 +37,13 @@ HOSTILE = (
 def draw(config: KdaConfig, batch: int, tokens: int, seed: int, case: str) -> Arrays:
     """Operands of the op for one case, float32, parameters not among them."""
     rng = np.random.default_rng(seed)
-    known = case if case not in ("tiny-values", "wide", "padded") else "normal"
+    known = case if case not in ("tiny-values", "wide", "extreme-last", "padded") else "normal"
     drawn = draw_inputs(config, batch, tokens, rng, known)
     _leave_the_domain(config, drawn, rng)
     if case == "wide":
         _widen(config, drawn, rng)
+    elif case == "extreme-last":
+        _last_token_to_extremes(drawn, rng)
     elif case == "tiny-values":
         _scale_values(config, drawn, 3e-3)
     elif case == "padded":
@@ -81,6 +85,20 @@ def _widen(config: KdaConfig, drawn: Arrays, rng: np.random.Generator) -> None:
     for name, orders in heavy.items():
         if name in drawn:
             drawn[name] = (drawn[name] * 10.0 ** rng.uniform(-1.0, orders, drawn[name].shape)).astype(drawn[name].dtype)
+
+
+def _last_token_to_extremes(drawn: Arrays, rng: np.random.Generator) -> None:
+    """Let the last token's operands be anything: no later one can make the recurrence blow up.
+
+    Clamps and switches that no ordinary value reaches come to light, also where nothing bounds an operand.
+    """
+    for name in ("q", "k", "v", "g", "beta", "gate"):
+        if name in drawn:
+            last = drawn[name][:, -1:]
+            spread = last * 10.0 ** rng.uniform(0.0, 2.5, last.shape)
+            if name == "g":
+                spread = np.minimum(spread, 20.0)  # exp of a raw log decay stays in range
+            drawn[name][:, -1:] = spread
 
 
 def _scale_values(config: KdaConfig, drawn: Arrays, factor: float) -> None:

@@ -36,6 +36,9 @@ HARD_FACTOR = 5.0
 TOKENS = (5, 1, 17, 64)
 PROBES = (65, 130)
 SEED = 20261130
+_INDEX_ARITHMETIC = frozenset(
+    "Add Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Range Sub Where".split()
+)
 #: Bounds on positions above this are taken for "no bound".
 LONGEST_PROBE = 20_000
 
@@ -304,17 +307,7 @@ def _beyond_constants(view: GraphView, extract: Extract) -> list[int]:
     for node in extract.nodes:
         if node.op_type == "Slice":
             values = list(node.inputs[1:3])
-        elif node.op_type in (
-            "Range",
-            "Less",
-            "LessOrEqual",
-            "Greater",
-            "GreaterOrEqual",
-            "Equal",
-            "Min",
-            "Max",
-            "Mod",
-        ):
+        elif node.op_type in _INDEX_ARITHMETIC:
             values = list(node.inputs)
         else:
             continue
