@@ -103,8 +103,12 @@ def _runtime() -> dict[str, Any]:
         needs = ".".join(map(str, targets.MIN_ORT))
         found["problem"] = f"onnxruntime {found['version']} is too old: deltafuse needs {needs} or newer"
         return found
+    try:
+        found.update(_offers())
+    except Exception as error:  # a build without plugin EPs
+        found["problem"] = f"onnxruntime {found['version']} cannot be asked for its EP devices: {_text(error)}"
+        return found
     found["usable"] = True
-    found.update(_offers())
     return found
 
 

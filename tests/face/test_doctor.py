@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,10 @@ from typer.testing import CliRunner
 from .doctor_kit import BUS_ID, Machine, compile_library, linked_with
 
 runner = CliRunner()
+#: The messages that the tests have produced.
+SEEN: list[str] = []
+#: What varies in the README's messages: what "..." stands for, versions, machines and architectures.
+VARIES = re.compile(r"(\.\.\.|\d+\.\d+(?:\.\d+)?|aarch64|x86_64|sm_90a)")
 
 
 @pytest.fixture
@@ -30,6 +35,7 @@ def only(found: dict[str, Any], name: str) -> dict[str, str]:
     """The one problem, which also is in what people read, with its next step."""
     assert [problem["id"] for problem in found["problems"]] == [name], found["problems"]
     problem: dict[str, str] = found["problems"][0]
+    SEEN.append(problem["message"])
     assert problem["message"] and problem["next"]
     text = " ".join(runner.invoke(app, ["doctor"], env={"COLUMNS": "400"}).stdout.split())
     assert f"{problem['level']}: {problem['message']}" in text and f"next: {problem['next']}" in text
@@ -348,6 +354,7 @@ def test_cuda_plugin_that_is_named_and_not_there(machine: Machine, monkeypatch: 
     monkeypatch.setenv("ORT_CUDA_PLUGIN_EP_PATH", "/nowhere/cuda.so")
     found = machine.look()
     assert found["problems"][0]["id"] == "cuda-plugin-missing"
+    SEEN.append(found["problems"][0]["message"])
     assert found["problems"][0]["message"] == "ORT_CUDA_PLUGIN_EP_PATH is /nowhere/cuda.so: there is no such file"
     assert found["problems"][0]["next"] == "correct ORT_CUDA_PLUGIN_EP_PATH, or unset it"
     assert found["verdict"]["runs"] == "cpu"
@@ -358,6 +365,7 @@ def test_another_cuda_plugin_is_named(machine: Machine, monkeypatch: pytest.Monk
     monkeypatch.setenv("ORT_CUDA_PLUGIN_EP_PATH", str(library))
     found = machine.look()
     used, unused = found["problems"]
+    SEEN.extend([used["message"], unused["message"]])
     assert {used["id"], unused["id"]} == {"other-cuda-plugin"} and used["level"] == unused["level"] == "note"
     assert used["message"] == (f"another CUDA plugin is present and used: {library} (ORT_CUDA_PLUGIN_EP_PATH names it)")
     assert unused["message"].endswith("is present and not used: the classic provider in onnxruntime's wheel")
@@ -419,3 +427,23 @@ def test_importing_the_doctor_loads_no_onnxruntime() -> None:
     code = "import sys, deltafuse.cli_doctor; assert 'onnxruntime' not in sys.modules and 'onnx' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert cli_doctor.examine.__doc__
+
+
+def test_onnxruntime_that_knows_no_plugins(machine: Machine) -> None:
+    del machine.ort.get_ep_devices
+    problem = only(machine.look(), "ort-old")
+    assert problem["message"].startswith("onnxruntime 1.32.0 cannot be asked for its EP devices: ")
+
+
+def test_the_readme_has_the_messages() -> None:
+    """Each message in the README's table of the doctor is one that a test above has produced, but for what varies."""
+    if len(SEEN) < 40:
+        pytest.skip("needs the messages of the other tests in this file")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme[readme.index("`deltafuse doctor` (`--json`") :]
+    rows = [line.split("|")[1] for line in table[: table.index("\n## ")].splitlines() if line.startswith("| `")]
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) >= 22
+    for message in messages:
+        pattern = "".join(".+" if VARIES.fullmatch(part) else re.escape(part) for part in VARIES.split(message))
+        assert any(re.search(pattern, seen) for seen in SEEN), message
