@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from . import __version__, model_io, model_save
+from .clashes import check_clashes
 from .errors import OptionError, OrtError, RequirementError
 from .fusions.result import FusionReport, PassReport
 from .registry import runtimes, targets
@@ -44,10 +45,11 @@ def fuse(
     Args:
         model: a path, ``onnx.ModelProto``, ``onnx_ir.Model`` or onnx-graphsurgeon ``Graph``. It is never changed.
         output: where to write the new model; external weights go to ``<output>.data`` beside it. None: not written.
+            It may be the input's own file, not a file of the input's external data.
         target: "plugin" (calls of ``deltafuse::`` functions) or "portable" (standard ONNX ops only).
         verify: prove every rewrite by running it against the original. False is recorded in the model's metadata.
         require: op key -> how many must be fused at least, for example ``{"kda": 20}``.
-        report: a JSON file to write the report to; written also when ``require`` is not met.
+        report: a JSON file to write the report to; written also when ``require`` is not met. None of the files above.
         dry_run: look, and prove if asked to, but change and write no model.
         progress: called as ``progress(stage, done, total)``.
         proof_memory: the most memory that one proof may use, in bytes or as "4GiB" (the default).
@@ -62,12 +64,14 @@ def fuse(
         DeltaFuseError: bad input, bad option, or the result cannot be written (:mod:`deltafuse.errors` has the
             kinds). :class:`RequirementError`, with the report, where fewer were fused than ``require`` asks for.
     """
-    _check_options(target, require, output, dry_run)
+    _check_options(target, require, output, report, base_dir, dry_run)
     budget = _budget(proof_memory, proof_seconds)
     ort_version = require_ort("recognising and proving")
     for file in (output, report):
         if file is not None:
             model_save.check_target(Path(file))
+    source = Path(model) if isinstance(model, (str, os.PathLike)) else None
+    check_clashes(source, frozenset(), _path(output), _path(report))
     pipeline = _pipeline()
 
     def run(loaded: ir.Model) -> FusionReport:
@@ -96,6 +100,7 @@ def _fuse(
         progress("load", 0, 1)
     loaded = model_io.load(model, base_dir)
     load_seconds = time.perf_counter() - start
+    check_clashes(loaded.path, loaded.data_files, _path(output), _path(report))
     try:
         done = run(loaded.model)
     except Exception as error:
@@ -116,7 +121,7 @@ def _fuse(
         if done.model is not None and not done.dry_run:
             record_metadata(done)
             if output is not None:
-                _write(done, Path(output), loaded.path, progress)
+                _write(done, Path(output), loaded, progress)
     finally:
         done.seconds = time.perf_counter() - start
         if report is not None:
@@ -159,11 +164,12 @@ def record_metadata(report: FusionReport) -> None:
     """Say in the new model's ``metadata_props`` what deltafuse did to it."""
     assert report.model is not None
     counts = {op: report.count(op) for op in OPS}
+    verified = "true" if report.verify else "false: --no-verify"
     report.model.metadata_props.update(
         {
             "deltafuse.version": report.deltafuse_version,
             "deltafuse.target": report.target,
-            "deltafuse.verified": "true" if report.verify else "false: --no-verify",
+            "deltafuse.verified": verified if any(counts.values()) else "nothing fused",
             "deltafuse.fused": ", ".join(f"{op}={count}" for op, count in counts.items()),
         }
     )
@@ -195,6 +201,8 @@ def parse_bytes(value: int | str) -> int:
     Raises:
         OptionError: not a positive size.
     """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise OptionError(f"memory {value!r}: expected a number of bytes, or a size such as 4GiB")
     if isinstance(value, str):
         parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB|B)?|B)?\s*", value, re.IGNORECASE)
         if parts is None:
@@ -216,8 +224,8 @@ def _budget(memory: int | str | None, seconds: float | None) -> Any:
     if memory is not None:
         options["memory"] = parse_bytes(memory)
     if seconds is not None:
-        if not seconds > 0:
-            raise OptionError(f"proof seconds {seconds}: expected more than 0")
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise OptionError(f"proof seconds {seconds!r}: expected a number, more than 0")
         options["seconds"] = float(seconds)
     if not options:
         return None
@@ -227,10 +235,20 @@ def _budget(memory: int | str | None, seconds: float | None) -> Any:
 
 
 def _check_options(
-    target: str, require: Mapping[str, int] | None, output: str | os.PathLike[str] | None, dry_run: bool
+    target: str,
+    require: Mapping[str, int] | None,
+    output: str | os.PathLike[str] | None,
+    report: str | os.PathLike[str] | None,
+    base_dir: str | os.PathLike[str] | None,
+    dry_run: bool,
 ) -> None:
-    if target not in targets.TARGETS:
+    if target not in tuple(targets.TARGETS):
         raise OptionError(f"target {target!r}: expected one of {', '.join(targets.TARGETS)}")
+    for name, path in (("output", output), ("report", report), ("base_dir", base_dir)):
+        if path is not None and not (isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)):
+            raise OptionError(f"{name} {path!r}: expected a path")
+    if require is not None and not isinstance(require, Mapping):
+        raise OptionError(f"require {require!r}: expected a mapping of op and count, such as {{'kda': 1}}")
     for op, count in (require or {}).items():
         if op not in OPS:
             raise OptionError(f"require {op}={count}: expected an op among {', '.join(OPS)}")
@@ -238,6 +256,10 @@ def _check_options(
             raise OptionError(f"require {op}={count!r}: expected a whole number, 0 or more")
     if output is not None and dry_run:
         raise OptionError("a dry run writes no model: leave out the output, or dry_run")
+
+
+def _path(given: str | os.PathLike[str] | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _missing_text(report: FusionReport, missing: dict[str, tuple[int, int]]) -> str:
@@ -257,10 +279,10 @@ def _missing_text(report: FusionReport, missing: dict[str, tuple[int, int]]) -> 
     return "; ".join(parts) + ". " + "; ".join(reasons)
 
 
-def _write(report: FusionReport, output: Path, source: Path | None, progress: Progress | None) -> None:
+def _write(report: FusionReport, output: Path, source: model_io.LoadedModel, progress: Progress | None) -> None:
     assert report.model is not None
     start = time.perf_counter()
-    saved = model_save.save(report.model, output, source=source, progress=progress)
+    saved = model_save.save(report.model, output, source=source.path, keep=source.data_files, progress=progress)
     report.output = str(saved.path)
     report.output_bytes = saved.bytes
     report.output_data = str(saved.data_path) if saved.data_path else ""

@@ -1,6 +1,6 @@
 """Loading: a path, ``onnx.ModelProto``, ``onnx_ir.Model`` or graph-surgeon ``Graph`` becomes an ``onnx_ir.Model``.
 
-Weights in external files stay there; they are checked against the files' sizes, not read.
+Weights in external files stay there; they are checked against the files' sizes, not read. Small tensors are read.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from .errors import DeltaFuseError, ExternalDataError, ModelKindError, NotOnnxError, OpsetError, OutputError
+from .external_data import all_tensors, check_external_data, data_files, external_tensors, has_small, read_small
 from .onnx_file import TEXT_SUFFIXES, check_file
 
 logger = logging.getLogger(__name__)
@@ -27,12 +27,16 @@ NEWEST_OPSET = 27
 
 @dataclass
 class LoadedModel:
-    """A model as ``onnx_ir.Model``, with what it was: ``kind`` is "path", "proto", "ir" or "graphsurgeon"."""
+    """A model as ``onnx_ir.Model``, with what it was: ``kind`` is "path", "proto", "ir" or "graphsurgeon".
+
+    ``data_files`` are the real paths of its external data.
+    """
 
     model: ir.Model
     kind: str
     path: Path | None = None
     warnings: list[str] = field(default_factory=list)
+    data_files: frozenset[str] = frozenset()
 
 
 def load(source: Any, base_dir: str | os.PathLike[str] | None = None) -> LoadedModel:
@@ -65,6 +69,14 @@ def load(source: Any, base_dir: str | os.PathLike[str] | None = None) -> LoadedM
     _check_graph(model, what)
     _check_opset(model, what, loaded.warnings)
     check_external_data(model)
+    loaded.data_files = data_files(model)
+    if has_small(model):
+        if kind == "ir":  # the caller's own, which must not change
+            loaded.model = model = model.clone()
+        try:
+            read_small(model)
+        except (OSError, ValueError) as error:
+            raise ExternalDataError(f"{what}: its external data cannot be read: {one_line(error)}") from error
     return loaded
 
 
@@ -177,79 +189,6 @@ def _check_opset(model: ir.Model, what: str, warnings: list[str]) -> None:
             f"opset {opset} is newer than deltafuse was tested with ({NEWEST_OPSET}): "
             "what it does not recognise is left alone"
         )
-
-
-def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """All tensors with external data: initializers and attributes, in the graph, its subgraphs and the functions."""
-    for tensor in all_tensors(model):
-        if isinstance(tensor, ir.ExternalTensor):
-            yield tensor
-
-
-def all_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    """All tensors of the model: initializers and attributes, in the graph, its subgraphs and the functions."""
-    bodies = [graph for function in model.functions.values() for graph in function.subgraphs()]
-    for graph in (*model.graphs(), *bodies):
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                yield value.const_value
-    for _, attribute in tensor_attributes(model):
-        yield from attribute.as_tensors() if attribute.type == ir.AttributeType.TENSORS else (attribute.as_tensor(),)
-
-
-def tensor_attributes(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
-    """The attributes that are tensors, each with its node, subgraphs and functions included."""
-    roots: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    for root in roots:
-        for node in ir.traversal.RecursiveGraphIterator(root):
-            for attribute in node.attributes.values():
-                is_tensor = attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS)
-                if is_tensor and not attribute.is_ref() and attribute.value is not None:
-                    yield node, attribute
-
-
-def check_external_data(model: ir.Model) -> None:
-    """Check that every external tensor's bytes are there, without reading them.
-
-    Raises:
-        ExternalDataError: naming the tensor, the file, and the bytes that were expected and found.
-    """
-    sizes: dict[str, int] = {}
-    for tensor in external_tensors(model):
-        path = tensor.path
-        if path not in sizes:
-            sizes[path] = _data_file_size(tensor)
-        offset = tensor.offset or 0
-        length = tensor.nbytes if tensor.length is None else tensor.length
-        if length < tensor.nbytes:
-            raise ExternalDataError(
-                f"tensor {tensor.name!r}: {length:,} bytes of external data in {path}, "
-                f"but {tensor.dtype.name}{list(tensor.shape)} needs {tensor.nbytes:,}"
-            )
-        if offset < 0 or offset + length > sizes[path]:
-            raise ExternalDataError(
-                f"tensor {tensor.name!r}: expected bytes {offset:,} to {offset + length:,} of {path}, "
-                f"which has {sizes[path]:,} (truncated, or of another model)"
-            )
-
-
-def _data_file_size(tensor: ir.ExternalTensor) -> int:
-    path = Path(tensor.path)
-    base = Path(tensor.base_dir or os.curdir)
-    if not path.exists():
-        raise ExternalDataError(
-            f"tensor {tensor.name!r}: its external data file {path} is missing; it belongs in the model's folder"
-        )
-    if not path.is_file():
-        raise ExternalDataError(f"tensor {tensor.name!r}: its external data file {path} is not a regular file")
-    inside = path.resolve().is_relative_to(base.resolve())
-    if tensor.base_dir and (not inside or path.stat().st_nlink > 1):
-        found = "has several hard links" if inside else f"lies outside the model's folder, at {path.resolve()}"
-        raise ExternalDataError(
-            f"tensor {tensor.name!r}: its external data file {path} {found}, which onnx refuses; "
-            "copy the model and its data into one folder (`cp -L`)"
-        )
-    return path.stat().st_size
 
 
 def is_graphsurgeon(value: Any) -> bool:

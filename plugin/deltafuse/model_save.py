@@ -15,8 +15,10 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from .clashes import old_data
 from .errors import OutputError
-from .model_io import all_tensors, external_tensors, one_line, tensor_attributes
+from .external_data import all_tensors, attributes_to_memory, data_files
+from .model_io import one_line
 from .onnx_file import TEXT_SUFFIXES
 
 #: Weights above this go to an external file; protobuf's own limit is 2 GiB, with the graph and its copies.
@@ -40,8 +42,16 @@ def check_target(target: Path) -> None:
     """Can a model be written to ``target``? Asked before the work begins.
 
     Raises:
-        OutputError: a directory, something that is no regular file, or in a folder that is missing or not writable.
+        OutputError: a directory, something that is no regular file, in a folder that is missing or not writable, or a
+            name that is too long.
     """
+    try:
+        _check_target(target)
+    except (OSError, ValueError) as error:  # too long a name or path, a folder that may not be entered, a null byte
+        raise OutputError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_target(target: Path) -> None:
     if target.is_dir():
         raise OutputError(f"{target} is a directory: expected the name of the file to write")
     if target.exists() and not target.is_file():
@@ -53,6 +63,15 @@ def check_target(target: Path) -> None:
         raise OutputError(f"{target} cannot be written: there is no folder {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"{target} cannot be written: folder {folder} is not writable")
+    _check_name(folder, target.name)
+
+
+def _check_name(folder: Path, name: str) -> None:
+    if "\0" in name:
+        raise ValueError("its name has a null byte")
+    longest, found = os.pathconf(folder, "PC_NAME_MAX"), len(os.fsencode(name))
+    if found > longest > 0:
+        raise OutputError(f"{folder / name} cannot be written: its name has {found} bytes, {longest} are possible")
 
 
 def save(
@@ -60,12 +79,14 @@ def save(
     target: str | os.PathLike[str],
     *,
     source: Path | None = None,
+    keep: frozenset[str] = frozenset(),
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Saved:
     """Write ``model`` to ``target``, weights beside it in ``<target>.data`` where they were external or are large.
 
     Weights are streamed tensor by tensor. The file passes ``onnx.checker`` before it takes its name, unless
-    ``source``, the file that the model was loaded from, does not pass either: then that is a warning.
+    ``source``, the file that the model was loaded from, does not pass either: then that is a warning. ``keep``: real
+    paths of data files that are not replaced, besides those that ``model`` reads from.
 
     Raises:
         OutputError: it cannot be written, or is not valid ONNX. Files that were there before are unchanged.
@@ -74,12 +95,14 @@ def save(
     check_target(target)
     if target.suffix.lower() in TEXT_SUFFIXES:
         raise OutputError(f"{target}: models are written in ONNX's binary form; give a name that ends in .onnx")
-    read_from = {os.path.realpath(t.path) for t in external_tensors(model)}
+    read_from = data_files(model)
     external = bool(read_from) or sum(t.nbytes for t in all_tensors(model)) > INLINE_LIMIT
-    data_name = _free_data_name(target, read_from) if external else None
-    _attributes_to_memory(model)
+    data_name = _free_data_name(target, read_from | keep) if external else None
+    if data_name is not None:
+        _check_name(target.parent, data_name)
+    attributes_to_memory(model)
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=".deltafuse.", dir=target.parent) as folder:
             aside = Path(folder)
             written = aside / target.name
             ir.save(
@@ -90,6 +113,8 @@ def save(
                 callback=_reporter(progress),
             )
             warnings = _check(written, source)
+            if data_name is not None and not _has_bytes(aside / data_name):
+                data_name = None  # all weights are small ones, which went into the model's file
             if data_name not in (None, f"{target.name}.data"):
                 warnings += (f"{target.name}.data exists already and was kept: the new weights are in {data_name}",)
             return _move_into_place(aside, target, data_name, warnings)
@@ -111,24 +136,6 @@ def _reporter(
     return report
 
 
-def _attributes_to_memory(model: ir.Model) -> None:
-    """Tensors in attributes (``Constant``) go into the model file: ONNX Runtime reads no external data there.
-
-    Attributes are shared between a model and its copies, so they are replaced, not changed.
-    """
-    for node, attribute in list(tensor_attributes(model)):
-        many = attribute.type == ir.AttributeType.TENSORS
-        tensors = list(attribute.as_tensors()) if many else [attribute.as_tensor()]
-        if any(isinstance(t, ir.ExternalTensor) for t in tensors):
-            inside = ir.external_data.convert_tensors_from_external(
-                [t for t in tensors if isinstance(t, ir.ExternalTensor)]
-            )
-            queue = iter(inside)
-            tensors = [next(queue) if isinstance(t, ir.ExternalTensor) else t for t in tensors]
-            value = tuple(tensors) if many else tensors[0]
-            node.attributes[attribute.name] = ir.Attr(attribute.name, attribute.type, value)
-
-
 def _check(written: Path, source: Path | None) -> tuple[str, ...]:
     """Valid ONNX? A model that was not valid before (ORT's optimiser writes such) need not become so."""
     try:
@@ -144,32 +151,30 @@ def _check(written: Path, source: Path | None) -> tuple[str, ...]:
     raise OutputError(f"the result is not valid ONNX and was not written: {problem}")
 
 
-def _free_data_name(target: Path, read_from: set[str]) -> str:
+def _free_data_name(target: Path, keep: frozenset[str]) -> str:
     """A name for the data file: ``<target>.data``, or a numbered one where that file is still needed.
 
-    An existing file is replaced only if the model that is being replaced reads it and the new one does not.
+    An existing file is replaced only if the model that is being replaced reads it and it is not one to ``keep``.
     """
-    replaceable: set[str] = set()
-    if target.exists():
-        try:
-            old = ir.from_proto(onnx.load(str(target), load_external_data=False))
-            replaceable = {os.path.realpath(target.parent / t.location) for t in external_tensors(old)}
-        except Exception:  # whatever is there is no model: its files are not known to belong to it
-            replaceable = set()
+    replaceable = old_data(target) - keep
     number = 0
     while True:
         name = f"{target.name}.data" if number == 0 else f"{target.name}.{number}.data"
         path = target.parent / name
         real = os.path.realpath(path)
         taken = os.path.lexists(path)
-        if not taken or (path.is_file() and not path.is_symlink() and real in replaceable and real not in read_from):
+        if not taken or (path.is_file() and not path.is_symlink() and real in replaceable):
             return name
         number += 1
 
 
+def _has_bytes(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
 def _move_into_place(aside: Path, target: Path, data_name: str | None, warnings: tuple[str, ...]) -> Saved:
     model_bytes = (aside / target.name).stat().st_size
-    if data_name is None or not (aside / data_name).exists():
+    if data_name is None:
         os.replace(aside / target.name, target)
         return Saved(target, model_bytes, warnings=warnings)
     data_bytes = (aside / data_name).stat().st_size
@@ -196,9 +201,9 @@ def write_text(path: Path, text: str) -> None:
     """
     check_target(path)
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=".deltafuse.", dir=path.parent) as folder:
             aside = Path(folder) / path.name
             aside.write_text(text, encoding="utf-8")
             os.replace(aside, path)
-    except OSError as error:
-        raise OutputError(f"{path} was not written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error

@@ -37,6 +37,13 @@ def check_file(path: Path) -> int:
         NotOnnxError: something else than an ONNX model.
         TruncatedModelError: it begins as an ONNX model, but a part reaches past the end of the file.
     """
+    try:
+        return _check_file(path)
+    except OSError as error:  # also too long a name, and a folder that may not be entered
+        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _check_file(path: Path) -> int:
     if path.is_dir():
         inside = sorted(p.name for p in path.glob("*.onnx"))[:3]
         hint = f"; it holds {', '.join(inside)}" if inside else ""
@@ -45,16 +52,13 @@ def check_file(path: Path) -> int:
         raise ModelFileError(f"{path}: no such file")
     if not path.is_file():
         raise ModelFileError(f"{path} is not a regular file: expected an ONNX file")
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                raise NotOnnxError(f"{path} is empty: expected an ONNX model")
-            if path.suffix.lower() not in TEXT_SUFFIXES:
-                _check_outline(path, file, size)
-            return size
-    except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            raise NotOnnxError(f"{path} is empty: expected an ONNX model")
+        if path.suffix.lower() not in TEXT_SUFFIXES:
+            _check_outline(path, file, size)
+        return size
 
 
 def _check_outline(path: Path, file: BinaryIO, size: int) -> None:

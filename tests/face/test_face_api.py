@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import onnx_graphsurgeon as gs
 import onnx_ir as ir
 import pytest
 from deltafuse import api, errors
+from deltafuse.fusions.result import FusionReport
 
 from .kit import FakePipeline
 
@@ -52,6 +54,7 @@ def test_path_to_path(pipeline: FakePipeline, path: Path, tmp_path: Path) -> Non
     }
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["regions"][0]["proof"]["error"] == 1.5e-7
+    assert "model" not in written
     assert written["output_bytes"] == (tmp_path / "out.onnx").stat().st_size
 
 
@@ -61,6 +64,18 @@ def test_no_verify_is_recorded(pipeline: FakePipeline, path: Path) -> None:
     assert report.model.metadata_props["deltafuse.verified"] == "false: --no-verify"
     assert report.model.metadata_props["deltafuse.target"] == "portable"
     assert pipeline.calls == [{"verify": False, "target": "portable", "dry_run": False, "proof_budget": None}]
+
+
+def test_nothing_fused_claims_no_proof(
+    pipeline: FakePipeline, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(model: ir.Model, **_: object) -> FusionReport:
+        return FusionReport(model=model.clone(), verify=True)
+
+    monkeypatch.setattr(api, "_pipeline", lambda: nothing)
+    deltafuse.fuse(path, tmp_path / "out.onnx", report=tmp_path / "report.json")
+    properties = {p.key: p.value for p in onnx.load(tmp_path / "out.onnx").metadata_props}
+    assert properties["deltafuse.verified"] == "nothing fused" and properties["deltafuse.fused"] == "kda=0"
 
 
 def test_each_kind_comes_back(pipeline: FakePipeline, path: Path, proto: onnx.ModelProto) -> None:
@@ -133,11 +148,19 @@ def test_bad_options(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None
         ({"require": {"kda": True}}, "whole number"),
         ({"proof_memory": "lots"}, "expected a size such as 4GiB"),
         ({"proof_memory": 0}, "more than 0 bytes"),
+        ({"proof_memory": [4]}, "expected a number of bytes"),
         ({"proof_seconds": 0}, "more than 0"),
+        ({"proof_seconds": "60"}, "proof seconds '60': expected a number"),
+        ({"require": "kda=1"}, "require 'kda=1': expected a mapping of op and count, such as {'kda': 1}"),
+        ({"require": ["kda"]}, "expected a mapping"),
+        ({"target": ["plugin"]}, "expected one of plugin, portable"),
+        ({"output": 3}, "output 3: expected a path"),
+        ({"report": b"r.json"}, "report b'r.json': expected a path"),
+        ({"base_dir": 1.5}, "base_dir 1.5: expected a path"),
         ({"dry_run": True, "output": tmp_path / "o.onnx"}, "dry run writes no model"),
     ]
     for options, expected in bad:
-        with pytest.raises(errors.OptionError, match=expected):
+        with pytest.raises(errors.OptionError, match=re.escape(expected)):
             deltafuse.fuse(path, **options)  # type: ignore[arg-type]
     assert pipeline.calls == []
 

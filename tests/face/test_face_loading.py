@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import onnx_ir as ir
 import pytest
-from deltafuse import model_io
+from deltafuse import external_data, model_io
 from deltafuse.errors import (
     DeltaFuseError,
     ExternalDataError,
@@ -134,13 +135,13 @@ def test_kinds(path: Path, proto: onnx.ModelProto) -> None:
 
 
 def test_external_data_stay_external(external_path: Path) -> None:
-    tensors = list(model_io.external_tensors(model_io.load(external_path).model))
+    tensors = list(external_data.external_tensors(model_io.load(external_path).model))
     assert [t.name for t in tensors] == ["w"] and tensors[0].numpy()[5] == 5
 
 
 def test_external_data_in_the_current_folder(external_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(external_path.parent)
-    assert next(model_io.external_tensors(model_io.load("in.onnx").model)).numpy()[5] == 5
+    assert next(external_data.external_tensors(model_io.load("in.onnx").model)).numpy()[5] == 5
 
 
 def test_proto_with_external_data_needs_its_folder(external_path: Path) -> None:
@@ -257,3 +258,35 @@ def test_broken_graphs(path: Path, proto: onnx.ModelProto, name: str) -> None:
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(NotOnnxError, match=expected):
         model_io.load(path)
+
+
+def test_small_external_tensors_are_read(external_path: Path) -> None:
+    """Shapes and scalars must be known to shape inference; weights stay where they are, a caller's model as it is."""
+    proto = onnx.load(external_path)
+    shape = onnx.numpy_helper.from_array(np.array([-1, 1024], np.int64), "shape")
+    proto.graph.initializer.append(shape)
+    constant = onnx.helper.make_node(
+        "Constant", [], ["axes"], value=onnx.numpy_helper.from_array(np.array([0]), "axes")
+    )
+    nodes = [constant, onnx.helper.make_node("Reshape", ["y", "shape"], ["z"]), *proto.graph.node]
+    del proto.graph.node[:]
+    proto.graph.node.extend([nodes[2], nodes[1], nodes[0]])
+    onnx.save(
+        proto,
+        external_path,
+        save_as_external_data=True,
+        location="in.onnx.data",
+        size_threshold=0,
+        convert_attribute=True,
+    )
+    outside = [*onnx.load(external_path, load_external_data=False).graph.initializer]
+    assert all(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in outside)
+    loaded = model_io.load(external_path)
+    assert [t.name for t in external_data.external_tensors(loaded.model)] == ["w"]
+    found = loaded.model.graph.initializers["shape"].const_value
+    assert found is not None and found.numpy().tolist() == [-1, 1024]
+    assert loaded.data_files == {str((external_path.parent / "in.onnx.data").resolve())}
+
+    own = ir.load(external_path)
+    assert [t.name for t in external_data.external_tensors(model_io.load(own).model)] == ["w"]
+    assert len(list(external_data.external_tensors(own))) == 3

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from deltafuse import model_io, model_save
+from deltafuse import external_data, model_io, model_save
 from deltafuse.errors import OutputError
 
 from .kit import small_model
@@ -60,7 +60,7 @@ def test_output_over_the_input(external_path: Path) -> None:
     assert "kept" in saved.warnings[0]
     assert (external_path.parent / "in.onnx.data").read_bytes() == before
     assert np.array_equal(run(external_path), EXPECTED)
-    assert np.array_equal(next(model_io.external_tensors(loaded.model)).numpy(), np.arange(1024, dtype=np.float32))
+    assert np.array_equal(next(external_data.external_tensors(loaded.model)).numpy(), np.arange(1024, dtype=np.float32))
 
 
 def test_saving_again_replaces_its_own_data(external_path: Path, tmp_path: Path) -> None:
@@ -167,10 +167,41 @@ def test_constants_with_external_data_come_inside(external_path: Path, tmp_path:
     proto.graph.node.insert(0, node)
     external_path.write_bytes(proto.SerializeToString())
     loaded = model_io.load(external_path)
-    kept = next(model_io.external_tensors(loaded.model))
+    kept = next(external_data.external_tensors(loaded.model))
     model_save.save(loaded.model.clone(), tmp_path / "out.onnx")
-    assert next(model_io.external_tensors(loaded.model)) is kept
+    assert next(external_data.external_tensors(loaded.model)) is kept
     assert np.array_equal(run(tmp_path / "out.onnx"), EXPECTED)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_small_weights_make_no_data_file(tmp_path: Path, early: bool) -> None:
+    """External weights that are all small go into the output itself: no empty file is written beside it."""
+    proto = small_model(elements=64)
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(proto, source, save_as_external_data=True, location="in.data", size_threshold=0)
+    saved = model_save.save(model_io.load(source).model if early else ir.load(source), out)
+    assert saved.data_path is None and saved.data_bytes == 0 and saved.warnings == ()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.data", "in.onnx", "out.onnx"]
+    (tmp_path / "in.data").unlink()
+    session = ort.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {"x": np.ones((2, 64), np.float32)})
+    assert np.array_equal(result[1], 1 + np.arange(64, dtype=np.float32))
+
+
+def test_data_that_were_read_early_are_kept(external_path: Path, tmp_path: Path) -> None:
+    """In place: the file of the small tensors is the source's, even if the new model reads nothing from it."""
+    proto = onnx.load(external_path, load_external_data=False)
+    os.rename(tmp_path / "in.onnx.data", tmp_path / "weights")
+    proto.graph.initializer[0].external_data[0].value = "weights"
+    shape = proto.graph.initializer.add(name="n", dims=[1], data_type=onnx.TensorProto.INT64)
+    shape.data_location = onnx.TensorProto.EXTERNAL
+    shape.external_data.add(key="location", value="in.onnx.data")
+    (tmp_path / "in.onnx.data").write_bytes(np.array([5]).tobytes())
+    external_path.write_bytes(proto.SerializeToString())
+    loaded = model_io.load(external_path)
+    saved = model_save.save(loaded.model, external_path, source=loaded.path, keep=loaded.data_files)
+    assert saved.data_path == tmp_path / "in.onnx.1.data"
+    assert (tmp_path / "in.onnx.data").read_bytes() == np.array([5]).tobytes()
 
 
 BIG = 3 * (683 << 20)  # a little over 2 GiB
@@ -207,7 +238,7 @@ def big_path(tmp_path: Path) -> Path:
 
 PROGRAM = """
 import resource, sys
-from deltafuse import model_io, model_save
+from deltafuse import external_data, model_io, model_save
 loaded = model_io.load(sys.argv[1])
 start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 model_save.save(loaded.model, sys.argv[2], source=loaded.path)
@@ -226,5 +257,5 @@ def test_over_two_gib_is_streamed(big_path: Path, tmp_path: Path) -> None:
     with data.open("rb") as file:
         file.seek(BIG - 4)
         assert np.frombuffer(file.read(4), np.float32)[0] == 7
-    assert len(list(model_io.external_tensors(model_io.load(out).model))) == 3
+    assert len(list(external_data.external_tensors(model_io.load(out).model))) == 3
     data.unlink()
