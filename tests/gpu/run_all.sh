@@ -103,7 +103,7 @@ sanitizer() { # NAME TOOL COMMAND...
 for chosen in $steps; do
   case $chosen in
     kernels) step kernels 500 "${tests[@]}" tests/gpu/test_kda_cuda.py ;;
-    ep) step ep 300 "${tests[@]}" tests/gpu/test_ep_cuda.py ;;
+    ep) step ep 420 "${tests[@]}" tests/gpu/test_ep_cuda.py tests/gpu/test_ep_life_cuda.py ;;
     capture) step capture 400 "${tests[@]}" tests/gpu/test_capture_cuda.py ;;
     sanitizer)
       if ! command -v compute-sanitizer >/dev/null; then
@@ -116,6 +116,8 @@ for chosen in $steps; do
       # The EP alone: its allocator, copies and kernels, without the CUDA EP's own work.
       sanitizer sanitizer-ep memcheck "${tests[@]}" tests/gpu/test_ep_cuda.py \
         -k 'alone and (against_reference and float16 or what_runs_where)'
+      sanitizer sanitizer-ep-memory memcheck "${tests[@]}" tests/gpu/test_ep_life_cuda.py \
+        -k 'known_shapes or a_limit_is_kept or kernels_in_the_profile and alone'
       ;;
     bench)
       for bench in tests/bench/bench_*.py; do
