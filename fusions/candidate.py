@@ -73,6 +73,7 @@ class Candidate:
     absorbed: list[str] = field(default_factory=list)
     not_absorbed: list[Refusal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    explained: frozenset[ir.Node] = frozenset()  # nodes of the steps that were recognised in closed form
 
     def input_values(self) -> list[ir.Value]:
         """The graph values that the rewrite reads, in a fixed order, each once."""

@@ -8,10 +8,12 @@ import onnx_ir as ir
 from ...custom_ops.common.refusal import Refusal
 from ..candidate import Operand, Parameter, Piece, Result
 from ..graph import GraphView
+from ..region import backward
 from ..track import Track
 from .convs import ShortConv, short_conv, state_width
 from .paths import Path
 from .roles import Roles
+from .tail import Tail
 
 
 def is_one_token(operands: dict[str, Operand]) -> bool:
@@ -158,3 +160,19 @@ def with_convolutions(
         settings |= {"conv_width": 0, "conv_activation": "none", "packed_qkv": False, "has_conv_bias": False}
         return Refusal("conv", f"convolution states of {sorted(map(str, widths))} columns")
     return None
+
+
+def explained_nodes(view: GraphView, roles: Roles, tail: Tail | None) -> frozenset[ir.Node]:
+    """The nodes of all steps that were recognised in closed form, and of the norm and gate behind the recurrence."""
+    found: set[ir.Node] = set()
+    for path in (roles.q, roles.k, roles.v, roles.g, roles.beta):
+        for step in path.steps:
+            found.update(_between(view, step.after.value, {step.before.value}))
+    if tail is not None:
+        start = {tail.o} | ({tail.gate} if tail.gate is not None else set())
+        found.update(_between(view, tail.x, start))
+    return frozenset(found)
+
+
+def _between(view: GraphView, end: ir.Value, start: set[ir.Value]) -> list[ir.Node]:
+    return backward(view, [end], lambda v: v in start or view.is_border(v)).nodes

@@ -16,6 +16,7 @@ from ..region import Region, backward, cuts, mark_dependents
 from .operands import (
     before_norm,
     convolutions,
+    explained_nodes,
     first_track,
     is_one_token,
     operand_at,
@@ -207,7 +208,17 @@ def _candidate(
         return None
     one_token = is_one_token(operands)
     return Candidate(
-        site.name, site.form, config, operands, parameters, results, region, one_token, absorbed, not_absorbed
+        site.name,
+        site.form,
+        config,
+        operands,
+        parameters,
+        results,
+        region,
+        one_token,
+        absorbed,
+        not_absorbed,
+        explained=explained_nodes(view, roles, tail),
     )
 
 

@@ -1,9 +1,10 @@
-"""Is a region made of analytic functions only?
+"""Is a region made of analytic functions only, and of few kinds of them?
 
 Then it can't tell inputs apart that the proof never draws: two analytic functions that agree on an open set of inputs
-agree everywhere. A clamp, a comparison or a rounding could be invisible on all drawn inputs and matter on others, so a
-region that has one outside a recognised block (a softplus with its linear branch, a norm with its floor, an exponent of
-decays held at 0) is not proved.
+agree everywhere. A clamp, a comparison, a branch or a rounding could be invisible on all drawn inputs and matter on
+others; so could a steep activation, for all numbers can show. The steps that the recogniser understood (a softplus with
+its linear branch, a norm with its floor, a sigmoid) are known in closed form, and the op does the same. Outside of them
+a region may hold sums, products, exponentials and moves, which is all that the recurrence needs in any of its forms.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ import onnx_ir as ir
 
 from ..candidate import Candidate
 from ..graph import FLOAT_TYPES, GraphView, is_op, subgraphs_of
-from ..match import match_norm, match_softplus, radicand
 from ..region import backward
 from .extract import Extract
 
-#: Analytic in their float inputs where they are defined.
+#: Sums, products, exponentials: analytic everywhere.
 _ANALYTIC = frozenset(
-    "Add Cast CastLike Cos CumSum Div Einsum Erf Exp Gelu Gemm Identity LinearAttention Log MatMul Mul Neg Pow "
-    "QuickGelu Reciprocal ReduceL2 ReduceLogSumExp ReduceMean ReduceSum ReduceSumSquare Sigmoid Sin Softplus Sqrt Sub "
-    "Sum Swish Tanh CausalConvWithState Conv FusedMatMul LpNormalization RMSNormalization SimplifiedLayerNormalization "
-    "GatedRMSNorm LayerNormalization".split()
+    "Add Cast CastLike CausalConvWithState Conv CumSum Einsum Exp FusedMatMul Gemm Identity LinearAttention MatMul Mul Neg ReduceMean "
+    "ReduceSum ReduceSumSquare Sub Sum".split()
 )
 #: Move data about, or make it from constants.
 _MOVES = frozenset(
-    "Compress Concat Constant ConstantOfShape Expand EyeLike Flatten Gather GatherElements GatherND Pad Range Reshape "
+    "Concat Constant ConstantOfShape Expand EyeLike Flatten Gather GatherElements GatherND Pad Range Reshape "
     "ScatterElements ScatterND Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze".split()
 )
 _LOOPS = frozenset({"Loop", "Scan"})
@@ -35,6 +33,8 @@ _LOOPS = frozenset({"Loop", "Scan"})
 def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str | None:
     """The first node that keeps the region from being analytic, in words; None when there is none."""
     for node in extract.nodes:
+        if node in candidate.explained or all(view.is_const(v) for v in node.outputs):
+            continue
         found = _node(view, node)
         if found is not None and not _holds_decays(view, candidate, node):
             return found
@@ -43,12 +43,10 @@ def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str
 
 def _node(view: GraphView, node: ir.Node) -> str | None:
     kind = node.op_type
-    if all(view.is_const(v) for v in node.outputs):
-        return None
     if kind in _LOOPS:
         for graph in subgraphs_of(node):
             for inner in graph:
-                found = _inner(view, inner)
+                found = _node(view, inner)
                 if found is not None:
                     return found
         return None
@@ -60,74 +58,26 @@ def _node(view: GraphView, node: ir.Node) -> str | None:
         return None
     if not _reads_floats(node):
         return None  # arithmetic of shapes and indices
-    if _is_mask(view, node) or _explained(view, node):
+    if _is_mask(view, node):
         return None
-    return _words(node)
-
-
-def _inner(view: GraphView, node: ir.Node) -> str | None:
-    """A node of a loop's body: constants of the body are not told from its values, so only plain ops pass."""
-    if subgraphs_of(node):
-        return _words(node)
-    if _from_index(node):
-        return f"{node.op_type} {node.name!r} turns positions or lengths into values"
-    if node.op_type in _MOVES or _plain(view, node) or not _reads_floats(node):
-        return None
-    return _words(node)
+    return f"{kind} {node.name!r} may treat inputs differently that no proof draws"
 
 
 def _plain(view: GraphView, node: ir.Node) -> bool:
-    """Analytic wherever its input can get to. A root or a logarithm is not where its argument reaches 0."""
-    kind = node.op_type
-    if kind not in _ANALYTIC or _to_integer(node):
-        return False
-    if kind == "Sqrt":
-        return _positive(view, node.inputs[0])
-    if kind == "Pow":
+    """Analytic for all inputs."""
+    if node.op_type == "Pow":
         exponent = view.scalar(node.inputs[1])
-        if exponent is None:
-            return False
-        return (exponent >= 0 and exponent == int(exponent)) or _positive(view, node.inputs[0])
-    if kind == "ReduceL2":
-        return _in_norm(view, node)
-    if kind == "Log":
-        return match_softplus(view, node) is not None
-    return True
+        return exponent is not None and exponent >= 0 and exponent == int(exponent)
+    if node.op_type == "Div":
+        below = node.inputs[1]
+        return below is not None and (view.is_const(below) or _inner_constant(below))
+    return node.op_type in _ANALYTIC and not _to_integer(node)
 
 
-def _positive(view: GraphView, value: ir.Value | None) -> bool:
-    """A sum of squares and a positive constant; or the bare sum of squares of a norm with a floor."""
-    found = radicand(view, value)
-    if found is None or value is None:
-        return False
-    if found.epsilon > 0:
-        return True
-    return any(is_op(u, "Sqrt") and _in_norm(view, u) for u in view.users(value))
-
-
-def _in_norm(view: GraphView, node: ir.Node) -> bool:
-    """Is the node's result part of the length that a norm with a floor divides by?"""
-    level = [node]
-    for _ in range(6):
-        level = [u for n in level for v in n.outputs for u in view.users(v)]
-        if any((norm := match_norm(view, u)) is not None and norm.kind == "max" for u in level):
-            return True
-    return False
-
-
-def _picks_constants(view: GraphView, node: ir.Node) -> bool:
-    """Entries of a constant that are chosen by something computed: a table that is cut to the length, say."""
-    if node.op_type not in ("Slice", "Gather", "GatherElements", "GatherND", "Split", "Compress", "Pad"):
-        return False
-    data = node.inputs[0]
-    if data is None or not view.is_const(data) or all(v is None or view.is_const(v) for v in node.inputs[1:]):
-        return False
-    array = view.array(data)
-    return array is None or (array.dtype.kind not in "iub" and not bool(np.all(array == array.flat[0])))
-
-
-def _words(node: ir.Node) -> str:
-    return f"{node.op_type} {node.name!r} may treat inputs differently that no proof draws"
+def _inner_constant(value: ir.Value) -> bool:
+    """A constant of a loop's body."""
+    producer = value.producer()
+    return (producer is None and value.const_value is not None) or is_op(producer, "Constant")
 
 
 def _reads_floats(node: ir.Node) -> bool:
@@ -141,6 +91,30 @@ def _to_integer(node: ir.Node) -> bool:
     source = node.inputs[0]
     floats = source is None or source.dtype is None or source.dtype in FLOAT_TYPES
     return floats and ir.DataType(node.attributes["to"].as_int()) not in FLOAT_TYPES
+
+
+def _from_index(node: ir.Node) -> bool:
+    """A cast of computed integers to floats: what depends on it depends on positions that no proof may reach."""
+    if not is_op(node, "Cast") or ir.DataType(node.attributes["to"].as_int()) not in FLOAT_TYPES:
+        return False
+    source = node.inputs[0]
+    return source is not None and source.dtype is not None and source.dtype not in FLOAT_TYPES
+
+
+def _picks_constants(view: GraphView, node: ir.Node) -> bool:
+    """Entries of a constant that are chosen by something computed: a table that is cut to the length, say."""
+    if node.op_type not in ("Slice", "Gather", "GatherElements", "GatherND", "Split", "Pad"):
+        return False
+    data = node.inputs[0]
+    if data is None or not view.is_const(data) or all(v is None or view.is_const(v) for v in node.inputs[1:]):
+        return False
+    array = view.array(data)
+    return array is None or (array.dtype.kind not in "iub" and not bool(np.all(array == array.flat[0])))
+
+
+def _is_mask(view: GraphView, node: ir.Node) -> bool:
+    """`Where` with a constant condition. One that is made from lengths may switch where no proof looks."""
+    return is_op(node, "Where") and node.inputs[0] is not None and view.is_const(node.inputs[0])
 
 
 def _holds_decays(view: GraphView, candidate: Candidate, node: ir.Node) -> bool:
@@ -162,26 +136,3 @@ def _holds_decays(view: GraphView, candidate: Candidate, node: ir.Node) -> bool:
         return False
     borders = backward(view, [source], lambda v: v in gate or view.is_border(v)).borders
     return set(borders) <= gate
-
-
-def _from_index(node: ir.Node) -> bool:
-    """A cast of computed integers to floats: what depends on it depends on positions that no proof may reach."""
-    if not is_op(node, "Cast") or ir.DataType(node.attributes["to"].as_int()) not in FLOAT_TYPES:
-        return False
-    source = node.inputs[0]
-    return source is not None and source.dtype is not None and source.dtype not in FLOAT_TYPES
-
-
-def _is_mask(view: GraphView, node: ir.Node) -> bool:
-    """`Where` with a constant condition. One that is made from lengths may switch where no proof looks."""
-    return is_op(node, "Where") and node.inputs[0] is not None and view.is_const(node.inputs[0])
-
-
-def _explained(view: GraphView, node: ir.Node) -> bool:
-    """Part of a softplus with its linear branch, or of a norm with its floor."""
-    if is_op(node, "Where"):
-        return match_softplus(view, node) is not None
-    if is_op(node, "Greater", "GreaterOrEqual"):
-        users = view.users(node.outputs[0])
-        return bool(users) and all(match_softplus(view, u) is not None for u in users if is_op(u, "Where"))
-    return is_op(node, "Clip", "Max") and _in_norm(view, node)
