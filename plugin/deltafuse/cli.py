@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from . import __version__, show
-from .cli_common import EXIT_REQUIRED, clear_errors, parse_require, progress_bar
-from .errors import RequirementError
+from .cli_common import (
+    EXIT_INPUT,
+    EXIT_REQUIRED,
+    check_file_name,
+    clear_errors,
+    own_output,
+    parse_require,
+    progress_bar,
+)
+from .errors import OutputError, RequirementError
 
 app = typer.Typer(
     name="deltafuse",
-    help="Find Kimi Delta Attention in an ONNX model, prove it, and fuse it into one node each.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -34,6 +42,21 @@ Memory = Annotated[
 Seconds = Annotated[
     float | None, typer.Option("--proof-seconds", metavar="S", help="Most time for one proof. Default 60.")
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Find Kimi Delta Attention in an ONNX model, prove it, and fuse it into one node each."""
 
 
 @app.command("fuse")
@@ -69,6 +92,8 @@ def fuse_command(
     """
     if output is None and not dry_run:
         raise typer.BadParameter("give -o OUT.onnx, or --dry-run to only look", param_hint="--output")
+    check_file_name(output, "--output", "models are not written to standard output: give a file's name")
+    check_file_name(report, "--report", "--json prints the report on standard output")
     wanted = parse_require(require or [])
     with clear_errors():
         from .api import fuse
@@ -103,6 +128,7 @@ def inspect_command(
     as_json: Json = False,
 ) -> None:
     """Say what is recognised in IN.onnx, what nearly is, and why not. Writes no model."""
+    check_file_name(report, "--report", "--json prints the report on standard output")
     with clear_errors():
         from .api import inspect
 
@@ -131,10 +157,11 @@ def doctor_command(as_json: Json = False) -> None:
         from .cli_doctor import examine, render
 
         findings = examine()
-        if as_json:
-            typer.echo(json.dumps(findings, indent=2, default=str))
-        else:
-            render(findings, show.console())
+        with own_output():
+            if as_json:
+                typer.echo(json.dumps(findings, indent=2, default=str))
+            else:
+                render(findings, show.console())
         if findings["verdict"]["exit_code"]:
             raise typer.Exit(findings["verdict"]["exit_code"])
 
@@ -148,15 +175,19 @@ def version_command() -> None:
 def _run(work: Any, quiet: bool, as_json: bool) -> None:
     """Do the work with progress, print the report, and turn an unmet requirement into exit code 1."""
     unmet: RequirementError | None = None
+    if as_json and sys.stdout is None:
+        raise OutputError("standard output is closed: --json has nowhere to print")
     with progress_bar(quiet or as_json) as progress:
         try:
             report = work(progress)
         except RequirementError as error:
             unmet, report = error, error.report
-    if as_json:
-        typer.echo(report.to_json())
-    elif not quiet:
-        show.render(report, show.console())
+    if as_json or (not quiet and sys.stdout is not None):
+        with own_output(f"{report.output} was written" if report.output else "no model was written"):
+            if as_json:
+                typer.echo(report.to_json())
+            else:
+                show.render(report, show.console())
     if unmet is not None:
         typer.echo(f"error: {unmet}", err=True)
         raise typer.Exit(EXIT_REQUIRED)
@@ -164,7 +195,12 @@ def _run(work: Any, quiet: bool, as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of the ``deltafuse`` command."""
-    app()
+    try:
+        with own_output():  # help and the version are printed by typer itself
+            app()
+    except OutputError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(EXIT_INPUT)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.markup import escape
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from . import show
-from .errors import DeltaFuseError
+from .errors import DeltaFuseError, OutputError
 
 EXIT_REQUIRED = 1  # fewer regions were fused than --require asked for
 EXIT_INPUT = 2  # bad input, bad usage, or the result cannot be written
@@ -41,6 +42,22 @@ def clear_errors() -> Iterator[None]:
         fail(
             f"unexpected {type(error).__name__}: {text} (DELTAFUSE_TRACEBACK=1 shows where; please report it)", EXIT_BUG
         )
+
+
+@contextmanager
+def own_output(said: str = "") -> Iterator[None]:
+    """Write to stdout inside of this: where it takes nothing, the error adds what was ``said`` to be done."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if sys.stdout is not None:  # what is left in its buffer would fail again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        reason = error.strerror or str(error)
+        raise OutputError("; ".join(filter(None, (f"standard output cannot be written: {reason}", said)))) from error
 
 
 def fail(message: str, code: int) -> None:
@@ -75,6 +92,12 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None
         yield report
 
 
+def check_file_name(path: Path | None, option: str, instead: str) -> None:
+    """``-`` is no file: nothing is written to stdout but reports."""
+    if path is not None and str(path) == "-":
+        raise typer.BadParameter(f"'-' is not a file, and {instead}", param_hint=option)
+
+
 def parse_require(values: list[str]) -> dict[str, int]:
     """``["kda=2"]`` as ``{"kda": 2}``; which ops there are is checked by ``fuse``."""
     result: dict[str, int] = {}
@@ -82,5 +105,8 @@ def parse_require(values: list[str]) -> dict[str, int]:
         op, _, count = value.partition("=")
         if not op or not count.isascii() or not count.isdigit():
             raise typer.BadParameter(f"{value!r}: expected OP=COUNT, for example kda=2", param_hint="--require")
-        result[op] = int(count)
+        if result.setdefault(op, int(count)) != int(count):
+            raise typer.BadParameter(
+                f"{op}={result[op]} and {op}={count} contradict each other", param_hint="--require"
+            )
     return result

@@ -159,11 +159,17 @@ def explain_failure(loaded: LoadedModel, error: Exception) -> DeltaFuseError | N
 
     Asked only then: the check takes time, and some models that onnx does not know in full are served all the same.
     """
+    path = loaded.path
     try:
-        path = loaded.path
-        proto = ir.to_proto(loaded.model)  # fails by itself where fields hold what they must not
-        as_file = path is not None and path.suffix.lower() not in TEXT_SUFFIXES
-        onnx.checker.check_model(str(path) if as_file else proto, full_check=True)
+        proto = to_proto(loaded.model)  # fails by itself where fields hold what they must not
+        if path is not None and path.suffix.lower() not in TEXT_SUFFIXES:
+            onnx.checker.check_model(str(path))
+        elif not loaded.data_files:  # of a proto, the checker would look for them in the current folder
+            onnx.checker.check_model(proto)
+        # Not the checker's own full check: it does not read the small tensors that the file keeps outside.
+        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    except OutputError:  # too large for the checks
+        return None
     except Exception as problem:
         what = str(loaded.path) if loaded.path else "the model"
         return NotOnnxError(f"{what} is not valid ONNX: {one_line(problem)} (so fusing it failed: {one_line(error)})")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
 from deltafuse import __version__
 from deltafuse.cli import app
@@ -77,13 +78,17 @@ def test_dry_run_and_inspect(pipeline: FakePipeline, path: Path, tmp_path: Path)
         (["fuse", "{path}", "-o", "{tmp}"], "is a directory"),
         (["fuse", "{tmp}/absent.onnx", "-o", "{tmp}/o.onnx"], "no such file"),
         (["inspect", "{tmp}"], "is a directory"),
+        (["fuse", "{path}", "-o", "-"], "models are not written to standard output"),
+        (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--report", "-"], "--json prints the report"),
+        (["inspect", "{path}", "--report", "-"], "--json prints the report"),
+        (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--require", "kda=1", "--require", "kda=0"], "contradict each other"),
         (["nonsense"], "No such command"),
     ],
 )
 def test_bad_usage(pipeline: FakePipeline, path: Path, tmp_path: Path, arguments: list[str], expected: str) -> None:
     result = runner.invoke(app, [a.format(path=path, tmp=tmp_path) for a in arguments])
     assert result.exit_code == 2
-    assert expected in " ".join(result.output.split()) and "Traceback" not in result.output
+    assert expected in " ".join(result.output.replace("│", " ").split()) and "Traceback" not in result.output
     assert pipeline.calls == []
 
 
@@ -106,8 +111,40 @@ def test_bad_files_in_a_process(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["bad.onnx"]
 
 
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [["fuse", "--json"], ["fuse"], ["inspect"], ["doctor"], ["version"], ["--help"]])
+def test_stdout_that_takes_nothing(path: Path, tmp_path: Path, arguments: list[str]) -> None:
+    """A full disk under ``> report.json``: one line, exit code 2, and whether there is a model."""
+    out = tmp_path / "out.onnx"
+    name = arguments[0]
+    more = {"fuse": [str(path), "-o", str(out)], "inspect": [str(path)]}.get(name, [])
+    with FULL.open("w") as full:
+        program = "from deltafuse.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments, *more], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: standard output cannot be written: No space left on device")
+    if name == "fuse":
+        assert done.stderr.endswith("out.onnx was written\n")
+        onnx.checker.check_model(str(out), full_check=True)
+    assert ("no model was written" in done.stderr) is (name == "inspect")
+
+
+def test_json_into_a_closed_stdout(path: Path, tmp_path: Path) -> None:
+    program = "import os; os.close(1); import sys; sys.stdout = None; from deltafuse.cli import main; main()"
+    arguments = ["fuse", str(path), "-o", str(tmp_path / "out.onnx"), "--json"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "standard output is closed" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["in.onnx"]
+
+
 def test_version_and_help() -> None:
-    assert runner.invoke(app, ["version"]).stdout.strip() == __version__
+    for arguments in (["version"], ["--version"], ["--version", "fuse"]):
+        assert runner.invoke(app, arguments).stdout == f"{__version__}\n"
     assert "fuse" in runner.invoke(app, []).output
     for name in ("fuse", "inspect", "doctor", "version"):
         assert runner.invoke(app, [name, "--help"]).exit_code == 0
