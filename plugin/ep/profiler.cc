@@ -14,6 +14,8 @@ namespace {
 
 // Pairs of marks on the GPU that may wait to be read before they are read.
 constexpr size_t kMostMarks = 4096;
+// Events of one profile; what comes after is left out, as in ORT's own.
+constexpr size_t kMostEvents = 1000000;
 
 int64_t Now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -101,6 +103,7 @@ class Profiler final : public OrtEpProfilerImpl {
     DF_RETURN_IF_ERROR(api_.ep->ProfilingEvent_GetName(ort_event, &parent));
     const std::lock_guard<std::mutex> lock(mutex_);
     for (Event& event : events) {
+      if (events_.size() >= kMostEvents) break;
       event.parent = parent ? parent : "";
       events_.push_back(std::move(event));
     }
@@ -186,9 +189,9 @@ KernelScope::KernelScope(const Session& session, const char* name, const std::st
 KernelScope::~KernelScope() {
   if (event_) {
     event_->duration = Now() - event_->start;
-    if (event_->begin) event_->end = MarkCuda(session_.device(), stream_);
-    if (!event_->end && session_.device().cuda) event_->arguments.emplace_back("time", "host");
     try {
+      if (event_->begin) event_->end = MarkCuda(session_.device(), stream_);
+      if (!event_->end && session_.device().cuda) event_->arguments.emplace_back("time", "host");
       Profiler::Add(std::move(*event_));
     } catch (...) {  // no memory: an event less
     }

@@ -18,8 +18,20 @@ OrtStatus* Allocate(const Api& api, OrtAllocator* allocator, size_t bytes, bool 
   } catch (const std::exception& error) {
     *data = nullptr;
     cause = MakeStatus(api, ORT_FAIL, error.what());
+  } catch (...) {
+    *data = nullptr;
   }
   return *data ? nullptr : NoMemory(api, kWhat, bytes, allocator, cause);
+}
+
+// The session's allocator of the node's device, or null: then the first run takes the memory.
+OrtAllocator* FindAllocator(const Api& api, const OrtKernelInfo* info) {
+  OrtAllocator* allocator = nullptr;
+  if (OrtStatus* status = api.ort->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator)) {
+    api.ort->ReleaseStatus(status);
+    return nullptr;
+  }
+  return allocator;
 }
 
 }  // namespace
@@ -48,7 +60,8 @@ HeldWorkspace::~HeldWorkspace() { Release(); }
 OrtStatus* HeldWorkspace::Grow(const OrtKernelInfo* info, size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (bytes <= bytes_) return nullptr;
-  if (!allocator_) DF_RETURN_IF_ERROR(api_.ort->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator_));
+  if (!allocator_) allocator_ = FindAllocator(api_, info);
+  if (!allocator_) return nullptr;
   if (data_) allocator_->Free(allocator_, data_);
   data_ = nullptr;
   bytes_ = 0;
@@ -78,8 +91,8 @@ void HeldWorkspace::Release() {
 }
 
 OrtStatus* WarmArena(const Api& api, const OrtKernelInfo* info, size_t bytes) {
-  OrtAllocator* allocator = nullptr;
-  DF_RETURN_IF_ERROR(api.ort->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator));
+  OrtAllocator* allocator = FindAllocator(api, info);
+  if (!allocator) return nullptr;
   const Owned<OrtAllocator> owned = Own(allocator, api.ort->ReleaseAllocator);
   void* data = nullptr;
   DF_RETURN_IF_ERROR(Allocate(api, allocator, bytes, /*reserve=*/false, &data));

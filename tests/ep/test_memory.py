@@ -176,6 +176,7 @@ def test_known_shapes_take_the_workspace_before_the_first_run(dynamic: bool, tmp
 def test_no_arena_of_ours_on_the_cpu() -> None:
     """ONNX Runtime supplies the memory there; what the library says of arenas is well-formed."""
     from deltafuse.discovery import get_library_path, load_library
+    from deltafuse.session import _tag
 
     inputs = draw(SMALL, 1, 2)
     made = deltafuse.session(call_model(SMALL, inputs).SerializeToString(), device="cpu", sess_options=quiet())
@@ -184,4 +185,4 @@ def test_no_arena_of_ours_on_the_cpu() -> None:
     assert all(relative_error(got[name], want[name]) <= tolerance("cpu", "float32") for name in want)
     memory = load_library(get_library_path()).deltafuse_memory
     memory.restype = ctypes.c_char_p
-    assert json.loads(memory(b"")) == []
+    assert _tag(made) and json.loads(memory(_tag(made).encode())) == []
