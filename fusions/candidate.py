@@ -21,6 +21,11 @@ class Piece:
     permutation: tuple[int, ...] | None = None
     reshape: tuple[int, ...] | None = None
 
+    @property
+    def adds_time(self) -> bool:
+        """Has the value no time axis: rows of the batch, one token each?"""
+        return self.reshape is not None and self.reshape[1] == 1
+
 
 @dataclass(frozen=True)
 class Operand:

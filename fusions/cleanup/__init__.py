@@ -11,6 +11,7 @@ from .infer import InferTypes
 from .repair import RepairNormScale
 from .rms_norm import RmsNorms
 from .sequences import SplitSequences
+from .splits import RemoveIdleSplits
 from .units import RemoveUnitFactors
 
 
@@ -26,6 +27,7 @@ def cleanup_passes() -> list[Pass]:
         RemoveIdleCasts(),
         FoldConstants(),
         RemoveUnitFactors(),
+        RemoveIdleSplits(),
         RmsNorms(),
     ]
 

@@ -68,6 +68,8 @@ def _affine(steps: Sequence[Step], arrays: Sequence[np.ndarray], channels: int) 
         flat = constant.reshape(-1)
         if step.kind == "add":
             offset = offset + flat
+        elif step.kind == "div":
+            slope, offset = slope / flat, offset / flat
         else:
             slope, offset = slope * flat, offset * flat
     return _Affine(slope, offset)
@@ -79,7 +81,8 @@ def forget_gate(view: GraphView, path: Path, num_v_heads: int) -> ForgetGate | N
     if at is None:
         return None
     inner, outer = path.steps[:at], path.steps[at + 1 :]
-    if any(s.kind not in ("add", "mul", "neg") for s in inner) or any(s.kind not in ("mul", "neg") for s in outer):
+    linear = ("mul", "div", "neg")
+    if any(s.kind not in ("add", *linear) for s in inner) or any(s.kind not in linear for s in outer):
         return None
     kind = path.steps[at].kind
     channels = path.end.channels

@@ -18,11 +18,13 @@ from .tail import Tail
 
 def is_one_token(operands: dict[str, Operand]) -> bool:
     """Is the block frozen at one token, as decode graphs are?"""
-    value = operands["beta"].pieces[0].value
-    shape = value.shape
+    piece = operands["beta"].pieces[0]
+    if piece.adds_time:
+        return True
+    shape = piece.value.shape
     if shape is None or len(shape) < 2:
         return False
-    permutation = operands["beta"].pieces[0].permutation
+    permutation = piece.permutation
     time = permutation[1] if permutation is not None else 1
     return shape[time] == 1
 
@@ -45,13 +47,15 @@ def before_norm(path: Path) -> Track:
         return path.source(repeat.before)
     if norm is not None:
         return path.source(norm.before)
-    scales = [s for s in path.steps if s.kind == "mul"]
+    scales = [s for s in path.steps if s.kind in ("mul", "div")]
     return path.source(scales[0].before if scales else path.end)
 
 
 def operand_at(track: Track) -> Operand | None:
     """The operand [B, T, C] from where a track stands."""
     labels = [label for label in track.labels if label != "1"]
+    if labels.count("B") + labels.count("N") == 1 and "T" not in labels:
+        return _one_token_rows(track)
     if "N" in labels or labels.count("B") != 1 or labels.count("T") != 1:
         return None
     order = sorted(
@@ -69,6 +73,17 @@ def operand_at(track: Track) -> Operand | None:
     permutation = tuple(order) if order != list(range(len(order))) else None
     reshape = (0, 0, track.channels) if len(track.labels) != 3 else None
     return Operand((Piece(track.value, permutation, reshape),))
+
+
+def _one_token_rows(track: Track) -> Operand | None:
+    """The operand of a graph that has no time axis: rows of the batch, one token each."""
+    rows = "B" if "B" in track.labels else "N"
+    order = sorted(
+        range(len(track.labels)),
+        key=lambda i: -1 if track.labels[i] == rows else 1000 if track.labels[i] == "1" else int(track.labels[i]),
+    )
+    permutation = tuple(order) if order != list(range(len(order))) else None
+    return Operand((Piece(track.value, permutation, (0, 1, track.channels)),))
 
 
 def convolutions(view: GraphView, roles: Roles) -> list[ShortConv] | Refusal | None:
@@ -105,7 +120,7 @@ def with_convolutions(
     silus = {"silu" in p.kinds() or any(c.silu for c in convs if c.node.outputs[0] is p.border) for p in paths}
     if len(silus) != 1:
         return Refusal("conv", "SiLU behind some of the convolutions only")
-    allowed = {"silu", "trim", "sum", "max", "mul", "repeat"}
+    allowed = {"silu", "trim", "sum", "max", "mul", "div", "repeat"}
     if any(set(p.kinds()) - allowed for p in paths):
         return Refusal("conv", "other steps than SiLU between the convolution and the recurrence")
     if len(convs) == 1:

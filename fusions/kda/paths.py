@@ -267,6 +267,10 @@ def _single(view: GraphView, track: Track, node: ir.Node) -> Step | None:
         return Step("neg", track, after)
     if is_op(node, "Slice") and _is_time_trim(view, track, node):
         return Step("trim", track, after)
+    if is_op(node, "Div") and node.inputs[0] is track.value:
+        below = node.inputs[1]
+        if below is not None and view.is_const(below) and view.array(below) is not None:
+            return Step("div", track, after, constant=below)
     if is_op(node, "Add", "Mul") and len(node.inputs) == 2:
         other = node.inputs[1] if node.inputs[0] is track.value else node.inputs[0]
         if other is not None and view.is_const(other) and view.array(other) is not None:

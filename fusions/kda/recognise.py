@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from ...custom_ops.common.refusal import Refusal
 from ...custom_ops.kda.spec import KdaConfig
 from ..candidate import Candidate, Operand, Parameter, Piece, Result
-from ..graph import GraphView, is_op, rank_of
+from ..graph import GraphView, is_op, rank_of, static_dims
 from ..region import Region, backward, cuts, mark_dependents
 from .operands import (
     before_norm,
@@ -29,19 +30,35 @@ from .tail import Tail, match_tail
 
 #: Readings tried at one site before it is given up.
 MAX_READINGS = 48
+#: Values tried as the recurrence's output, beside the one before norm and gate.
+MAX_ENDS = 8
 
 
 def read_site(view: GraphView, site: Site) -> Iterator[Reading] | Refusal:
-    """Readings of a site, likeliest first, or the reason why there is none."""
+    """Readings of a site, likeliest first, or the reason why there is none.
+
+    First the recurrence is taken to end where a norm and a gate begin. Where that leads nowhere, every other value that
+    all of its influence passes through is tried: something unknown may stand between recurrence and projection.
+    """
     tail = _sound_tail(view, site, match_tail(view, site.x, site.region.depends))
-    core = backward(view, [tail.o])
-    mark_dependents(view, core, site.anchors)
-    if not core.depends:
-        return Refusal("anchor", "the recurrence lies behind a linear layer", site.anchors[0].name or "")
-    found = readings(view, core)
-    if isinstance(found, Refusal):
-        return found
-    return _build(view, site, core, tail, found)
+    others = [v for v in cuts(view, site.region, site.x) if v is not tail.o and (rank_of(v) or 0) in (2, 3, 4)]
+    first: Refusal | None = None
+    found: list[Iterator[Reading]] = []
+    for end in (tail, *(Tail(v, v) for v in others[:MAX_ENDS])):
+        core = backward(view, [end.o])
+        mark_dependents(view, core, site.anchors)
+        readings_here = (
+            readings(view, core)
+            if core.depends
+            else Refusal("anchor", "the recurrence lies behind a linear layer", site.anchors[0].name or "")
+        )
+        if isinstance(readings_here, Refusal):
+            first = first or readings_here
+        else:
+            found.append(_build(view, site, core, end, readings_here))
+    if not found:
+        return first or Refusal("reading", "no end of the recurrence was found")
+    return chain(*found)
 
 
 def _sound_tail(view: GraphView, site: Site, tail: Tail) -> Tail:
@@ -193,7 +210,7 @@ def _candidate(
         return None
 
     # --- norm and output gate ---
-    output = site.x if tail is not None else full_tail.o
+    output = full_tail.x if tail is not None else full_tail.o
     if tail is not None:
         if not _tail_settings(view, tail, roles, settings, operands, parameters, absorbed):
             return None
@@ -289,6 +306,8 @@ def _gate_piece(view: GraphView, gate: ir.Value, roles: Roles) -> Piece | None:
             break
         value = inner
     channels = roles.num_v_heads * roles.head_v_dim
+    if rank_of(value) == 2 or _is_heads(value, roles):
+        return Piece(value, None, (0, 1, channels))
     if rank_of(value) == 3:
         return Piece(value)
     return Piece(value, None, (0, 0, channels)) if rank_of(value) in (4, 5) else None
@@ -302,7 +321,20 @@ def _output_result(value: ir.Value, roles: Roles, head_major: bool) -> Result:
         return Result((value,), (0, 0, heads, dim), (0, 2, 1, 3) if head_major else None)
     if rank == 2:
         return Result((value,), (-1, heads * dim))
+    if _is_heads(value, roles):
+        return Result((value,), (-1, heads, dim))
     return Result((value,))
+
+
+def _is_heads(value: ir.Value, roles: Roles) -> bool:
+    """[B, HV, V]: one token without a time axis."""
+    dims = static_dims(value)
+    return (
+        dims is not None
+        and len(dims) == 3
+        and dims[1:] == [roles.num_v_heads, roles.head_v_dim]
+        and roles.num_v_heads > 1
+    )
 
 
 def is_near_miss(view: GraphView, site: Site) -> bool:

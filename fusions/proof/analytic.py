@@ -19,8 +19,8 @@ from .extract import Extract
 
 #: Sums, products, exponentials: analytic everywhere.
 _ANALYTIC = frozenset(
-    "Add Cast CastLike CausalConvWithState Conv CumSum Einsum Exp FusedMatMul Gemm Identity LinearAttention MatMul Mul Neg ReduceMean "
-    "ReduceSum ReduceSumSquare Sub Sum".split()
+    "Add Cast CastLike CausalConvWithState Conv CumSum Einsum Exp FusedMatMul Gemm Identity LinearAttention MatMul Mul "
+    "Neg ReduceMean ReduceSum ReduceSumSquare Sub Sum".split()
 )
 #: Move data about, or make it from constants.
 _MOVES = frozenset(

@@ -168,7 +168,9 @@ def rows_and_tokens(candidate: Candidate) -> tuple[int | str | None, int | str |
         if piece is None or piece.value.shape is None:
             continue
         dims = list(piece.value.shape)
-        order = piece.permutation if piece.permutation is not None else range(len(dims))
+        order = list(piece.permutation) if piece.permutation is not None else list(range(len(dims)))
+        if piece.adds_time:
+            found[1], order = 1, order[:1]
         for i, axis in enumerate(list(order)[:2]):
             dim = dims[axis]
             if isinstance(dim, int):

@@ -121,7 +121,8 @@ def _inputs(candidate: Candidate) -> tuple[dict[ir.Value, Spread], dict[ir.Value
         piece = operand.pieces[0]
         raw = shape_of(piece.value)
         order = list(piece.permutation) if piece.permutation is not None else list(range(len(raw)))
-        line = np.array(owners[name]).reshape([1, 1, *(raw[i] for i in order[2:])])
+        lead = 1 if piece.adds_time else 2
+        line = np.array(owners[name]).reshape([1] * lead + [raw[i] for i in order[lead:]])
         owner = np.transpose(line, np.argsort(order))
         spreads[piece.value] = _spread(owner)
         shapes[piece.value] = raw
