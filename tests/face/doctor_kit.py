@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 from deltafuse import doctor_gpu
+from deltafuse.cli import app
 from deltafuse.cli_doctor import examine
 from deltafuse.discovery import EP_NAME
+from typer.testing import CliRunner
 
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 BUS_ID = "0000:41:00.0"
+
+runner = CliRunner()
+#: The messages that the tests have produced.
+SEEN: list[str] = []
 
 PLUGIN = """
 const char* deltafuse_version(void) {{ return "0.1.0"; }}
@@ -153,3 +159,16 @@ class Machine:
 
     def look(self) -> dict[str, Any]:
         return examine()
+
+
+def only(found: dict[str, Any], name: str) -> dict[str, str]:
+    """The one problem, which also is in what people read, with its next step."""
+    assert [problem["id"] for problem in found["problems"]] == [name], found["problems"]
+    problem: dict[str, str] = found["problems"][0]
+    SEEN.append(problem["message"])
+    assert problem["message"] and problem["next"]
+    text = " ".join(runner.invoke(app, ["doctor"], env={"COLUMNS": "400"}).stdout.split())
+    assert f"{problem['level']}: {problem['message']}" in text and f"next: {problem['next']}" in text
+    if problem["level"] != "note":
+        assert found["verdict"]["next"] == problem["next"]
+    return problem
