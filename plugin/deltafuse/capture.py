@@ -8,23 +8,23 @@ runner runs eagerly, with the states where they are.
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from .assigned import Assignment
 from .capture_device import Array, HostDevice, element_type, numpy_type
 from .capture_plan import Plan, Slots, run_unplanned
-from .capture_session import device_of, make_session
-from .capture_states import first_shape, pair_states
-from .errors import DeltaFuseError, OptionError
+from .capture_session import cpu_nodes, device_of, make_session
+from .capture_shapes import Shapes
+from .capture_states import pair_states
+from .errors import DeltaFuseError, ModelKindError, OptionError
+from .model_arg import for_ort
 
-CPU_EP = "CPUExecutionProvider"
 GRAPHS = ("auto", "always", "never")
 
 
@@ -48,8 +48,9 @@ def capture(
     """A runner of a model's steps.
 
     Args:
-        model: a path or bytes, of which a session is made as by :func:`deltafuse.session`; or a session. Of a session
-            on a GPU, steps can be captured only if it was made with a ``user_compute_stream``, not the default stream.
+        model: a path, bytes, an ``onnx.ModelProto`` or an ``onnx_ir.Model``, of which a session is made as by
+            :func:`deltafuse.session`; or a session. Of a session on a GPU, steps can be captured only if it was made
+            with a ``user_compute_stream``, not the default stream.
         states: input name -> name of the output that continues it, or "auto" (``Runner.states`` tells what was found).
         device, sess_options, provider_options, strict: as for ``deltafuse.session``; not with a session.
         graphs: "auto": capture where possible, else run eagerly, warn once, and say why in ``Runner.not_captured``;
@@ -60,17 +61,21 @@ def capture(
         cache: sets of shapes that are kept, with their buffers and graphs; the least recently used goes first.
 
     Raises:
-        OptionError: an argument that is not understood.
+        OptionError: an argument that is not understood, or a state whose input and output cannot match.
         CaptureError: with ``graphs="always"``, a session whose steps can never be captured.
         DeltaFuseError: whatever :func:`deltafuse.session` raises.
     """
     if graphs not in GRAPHS:
         raise OptionError(f"graphs {graphs!r}: expected one of {', '.join(GRAPHS)}")
     for name, value in (("warmup", warmup), ("cache", cache)):
-        if value < 1:
-            raise OptionError(f"{name} {value}: expected 1 or more")
-    if isinstance(model, (str, os.PathLike, bytes)):
-        session, place = make_session(model, device, graphs, sess_options, provider_options, strict)
+        if not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name} {value!r}: expected 1 or more")
+    if not all(hasattr(model, name) for name in ("get_providers", "io_binding")):
+        try:
+            given = for_ort(model)
+        except ModelKindError as error:
+            raise ModelKindError(f"{error}; an InferenceSession is taken too") from error
+        session, place = make_session(given, device, graphs, sess_options, provider_options, strict)
     else:
         if device != "auto" or sess_options is not None or provider_options is not None or strict:
             raise OptionError("device, sess_options, provider_options and strict are for a path, not for a session")
@@ -106,7 +111,7 @@ class Runner:
         self.session, self.device, self.states = session, device, dict(states)
         self._graphs, self._in_place, self._warmup, self._cache = graphs, in_place, warmup, cache
         self._types = {value.name: element_type(value.name, value.type) for value in session.get_inputs()}
-        self._shapes = {value.name: list(value.shape) for value in session.get_inputs()}
+        self._shapes = Shapes(session, self.states)
         self.inputs = tuple(name for name in self._types if name not in self.states)
         made = set(self.states.values())
         self.outputs = tuple(value.name for value in session.get_outputs() if value.name not in made)
@@ -141,7 +146,9 @@ class Runner:
             Output name -> array (bfloat16 as ``ml_dtypes.bfloat16``), without the states.
 
         Raises:
-            OptionError: a missing or unknown input, or one of another type.
+            OptionError: a missing or unknown input, one of another type or shape, or one of another batch than the
+                states: :meth:`reset` first.
+            DeltaFuseError: ONNX Runtime cannot run the step. The states are as before it.
             CaptureError: with ``graphs="always"``, a step that cannot be captured, naming what stands in the way.
         """
         with self._lock:
@@ -181,13 +188,15 @@ class Runner:
         """Begin anew: states as given by input name, the others zeros (of no tokens, where their length is open).
 
         Raises:
-            OptionError: a name that is no state, or another type.
+            OptionError: a name that is no state, or another type or shape.
         """
         with self._lock:
             given = {name: self._array(name, value) for name, value in (states or {}).items()}
             unknown = sorted(set(given) - set(self.states))
             if unknown:
                 raise OptionError(f"{', '.join(unknown)}: no state, the states are {', '.join(self.states) or 'none'}")
+            for name, array in given.items():
+                self._shapes.check(name, array.shape)
             self._given, self._current = given, None
 
     def state_values(self) -> dict[str, Any]:
@@ -242,7 +251,10 @@ class Runner:
         if missing or unknown:
             what = f"missing: {', '.join(missing)}" if missing else f"unknown: {', '.join(unknown)}"
             raise OptionError(f"inputs {what}; expected {', '.join(self.inputs)}")
-        return {name: self._source(name, feeds[name]) for name in self.inputs}
+        sources = {name: self._source(name, feeds[name]) for name in self.inputs}
+        for name, source in sources.items():
+            self._shapes.check(name, self._shape(source))
+        return sources
 
     def _source(self, name: str, given: Any) -> Any:
         import onnxruntime as ort
@@ -288,16 +300,9 @@ class Runner:
         """Make the first states, once the inputs' shapes are known."""
         if self._current is not None:
             return
-        symbols: dict[str, int] = {}
-        for name, source in sources.items():
-            for declared, size in zip(self._shapes[name], self._shape(source), strict=False):
-                if isinstance(declared, str):
-                    symbols.setdefault(declared, size)
-        shapes = {
-            name: self._given[name].shape if name in self._given else first_shape(self._shapes[name], symbols)
-            for name in self.states
-        }
-        self._set_states(shapes, self._given)
+        shapes = {name: self._shape(source) for name, source in sources.items()}
+        given = {name: array.shape for name, array in self._given.items()}
+        self._set_states(self._shapes.start(shapes, given), self._given)
 
     def _set_states(self, shapes: Mapping[str, tuple[int, ...]], arrays: Mapping[str, Array]) -> None:
         """Put the states, zeros where no array is given, into the first side of their slots or what becomes it."""
@@ -321,7 +326,27 @@ class Runner:
             else:
                 self.device.copy(buffers[name], source)
 
+    @contextmanager
+    def _clear_errors(self, key: Any) -> Iterator[None]:
+        try:
+            yield
+        except DeltaFuseError:
+            raise
+        except Exception as error:  # onnxruntime has no common base for its errors
+            text = " ".join(str(error).split())
+            raise DeltaFuseError(f"the step ({self.describe(key)}) failed: {text}") from error
+
     def _step(self, sources: Mapping[str, Any]) -> dict[str, Any]:
+        fresh = self._current is None
+        try:
+            return self._moved(sources)
+        except BaseException:
+            if fresh:  # the next one begins anew too, of whatever batch
+                self._current = None
+            raise
+
+    def _moved(self, sources: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs of a step, with the states moved on."""
         self._start(sources)
         key = self._key(sources)
         plan = self._plans.get(key)
@@ -331,10 +356,11 @@ class Runner:
         self._put(plan.inputs, sources)
         if not plan.graphs and not plan.refusal and plan.is_warm(self._warmup):
             self._capture(key, plan)
-        if plan.graphs:
-            plan.replay(self._side)
-        else:
-            plan.run_eager(self._side)
+        with self._clear_errors(key):
+            if plan.graphs:
+                plan.replay(self._side)
+            else:
+                plan.run_eager(self._side)
         self._side = plan.slots.after(self._side)
         self._current = plan.slots.sides[self._side]  # the same shapes
         return plan.outputs
@@ -342,10 +368,13 @@ class Runner:
     def _first_step(self, key: Any, sources: Mapping[str, Any]) -> dict[str, Any]:
         """A step of shapes that were not seen before: it tells the outputs' shapes."""
         assert self._current is not None
-        inputs = {name: self.device.empty(self._shape(source), self._types[name]) for name, source in sources.items()}
+        shapes = {name: self._shape(source) for name, source in sources.items()}
+        self._shapes.check_batch(shapes, dict(self._state_shapes))
+        inputs = {name: self.device.empty(shape, self._types[name]) for name, shape in shapes.items()}
         self._put(inputs, sources)
         names = (*self.outputs, *self.states.values())
-        made = run_unplanned(self.session, self.device, {**inputs, **self._current}, names)
+        with self._clear_errors(key):
+            made = run_unplanned(self.session, self.device, {**inputs, **self._current}, names)
         news = {given: made[output] for given, output in self.states.items()}
         if any(news[name].shape() != self._current[name].shape() for name in self.states):
             self._note(key, "the states grow with every step, so that no two steps have the same shapes")
@@ -378,7 +407,7 @@ class Runner:
         elif self.device.refusal:
             plan.refusal = self.device.refusal
         elif plan.on_host:
-            plan.refusal = f"input {', '.join(plan.on_host)} is wanted in host memory{self._cpu_nodes()}"
+            plan.refusal = f"input {', '.join(plan.on_host)} is wanted in host memory{cpu_nodes(self.session)}"
         if plan.refusal:
             self._note(key, plan.refusal)
 
@@ -386,7 +415,7 @@ class Runner:
         try:
             plan.capture()
         except Exception as error:  # onnxruntime has no common base for its errors
-            plan.refusal = f"{error}{self._cpu_nodes()}"
+            plan.refusal = f"{error}{cpu_nodes(self.session)}"
             self._note(key, plan.refusal)
 
     def _note(self, key: Any, reason: str) -> None:
@@ -397,21 +426,6 @@ class Runner:
         if self._graphs == "auto" and self.device.name != "cpu" and not self._warned:
             self._warned = True
             warnings.warn(f"steps run eagerly, not as CUDA graphs: {reason}", RuntimeWarning, stacklevel=4)
-
-    def _cpu_nodes(self) -> str:
-        """The nodes on ORT's CPU EP, which are what most often stands in the way."""
-        from .session import assignment
-
-        try:
-            found: Assignment = assignment(self.session)
-        except DeltaFuseError:  # no record
-            return ""
-        nodes = found.on(CPU_EP)
-        if not nodes:
-            return ""
-        shown = ", ".join(f"{node.op_type} {node.name!r}" for node in nodes[:5])
-        more = f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
-        return f"; on the CPU run {shown}{more}"
 
     def _evict(self) -> None:
         while len(self._plans) > self._cache:

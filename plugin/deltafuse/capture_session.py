@@ -6,10 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from .assigned import Assignment
 from .capture_cuda import CudaApi, CudaError
 from .capture_device import CudaDevice, HostDevice, OrtCudaDevice
+from .errors import DeltaFuseError
 from .placement import LEGACY_DEFAULT_STREAM, STREAM_OPTION
 
+CPU_EP = "CPUExecutionProvider"
 CUDA_EP = "CUDAExecutionProvider"
 #: The names of ONNX Runtime's CUDA EP, the classic one's and the plugin's.
 CUDA_EPS = (CUDA_EP, "CudaPluginExecutionProvider")
@@ -81,3 +84,19 @@ def _device(index: int, stream: int, why: str) -> HostDevice:
         return CudaDevice(CudaApi(index), stream)
     except CudaError as error:
         return OrtCudaDevice(index, str(error))
+
+
+def cpu_nodes(session: Any) -> str:
+    """The nodes on ORT's CPU EP, which are what most often stands in the way of a capture, as the end of a sentence."""
+    from .session import assignment
+
+    try:
+        found: Assignment = assignment(session)
+    except DeltaFuseError:  # no record
+        return ""
+    nodes = found.on(CPU_EP)
+    if not nodes:
+        return ""
+    shown = ", ".join(f"{node.op_type} {node.name!r}" for node in nodes[:5])
+    more = f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
+    return f"; on the CPU run {shown}{more}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import OptionError
@@ -31,7 +31,8 @@ def pair_states(session: Any, states: Mapping[str, str] | str) -> dict[str, str]
             other input and one other output are left.
 
     Raises:
-        OptionError: a name that the session does not have, types that differ, or another word than "auto".
+        OptionError: a name that the session does not have, types or shapes that cannot match, or another word than
+            "auto".
     """
     inputs = {value.name: value for value in session.get_inputs()}
     outputs = {value.name: value for value in session.get_outputs()}
@@ -39,12 +40,17 @@ def pair_states(session: Any, states: Mapping[str, str] | str) -> dict[str, str]
         if states != "auto":
             raise OptionError(f"states {states!r}: expected 'auto' or pairs of input and output names")
         return _by_name(inputs, outputs) or _by_position(list(inputs.values()), list(outputs.values()))
+    if not isinstance(states, Mapping):
+        raise OptionError(f"states {states!r}: expected 'auto' or pairs of input and output names")
     for given, made in states.items():
         if given not in inputs or made not in outputs:
             kind, name, have = ("input", given, inputs) if given not in inputs else ("output", made, outputs)
             raise OptionError(f"states: the model has no {kind} {name!r}, it has {', '.join(have)}")
         if inputs[given].type != outputs[made].type:
             raise OptionError(f"states: {given} is a {inputs[given].type}, {made} a {outputs[made].type}")
+        if not can_continue(inputs[given], outputs[made]):
+            shapes = f"{shape_text(inputs[given].shape)}, {made} of shape {shape_text(outputs[made].shape)}"
+            raise OptionError(f"states: {given} is of shape {shapes}: the one cannot continue the other")
     if len(set(states.values())) < len(states):
         raise OptionError("states: an output is named twice")
     return dict(states)
@@ -57,10 +63,26 @@ def _by_name(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str,
         candidates += [prefix + name for prefix in _PREFIXES] + [name + suffix for suffix in _SUFFIXES]
         for candidate in candidates:
             made = outputs.get(candidate)
-            if made is not None and made.type == value.type and candidate not in pairs.values():
+            fits = made is not None and made.type == value.type and can_continue(value, made)
+            if fits and candidate not in pairs.values():
                 pairs[name] = candidate
                 break
     return pairs
+
+
+def can_continue(given: Any, made: Any) -> bool:
+    """Can an output be the next step's input? Of a shape that is not declared, ONNX Runtime says that it is empty."""
+    if not given.shape or not made.shape:
+        return True
+    return len(given.shape) == len(made.shape) and sizes_agree(given.shape, made.shape)
+
+
+def sizes_agree(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return all(a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(one, other, strict=True))
+
+
+def shape_text(shape: Sequence[Any]) -> str:
+    return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
 
 
 def _by_position(inputs: list[Any], outputs: list[Any]) -> dict[str, str]:
@@ -74,8 +96,7 @@ def _by_position(inputs: list[Any], outputs: list[Any]) -> dict[str, str]:
 def _alike(given: Any, made: Any) -> bool:
     if given.type != made.type or given.type not in _STATE_TYPES or len(given.shape) != len(made.shape):
         return False
-    sizes = zip(given.shape, made.shape, strict=True)
-    return len(given.shape) >= 3 and all(a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in sizes)
+    return len(given.shape) >= 3 and sizes_agree(given.shape, made.shape)
 
 
 def first_shape(shape: list[int | str | None], symbols: Mapping[str, int]) -> tuple[int, ...]:

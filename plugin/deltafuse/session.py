@@ -19,6 +19,7 @@ from .cuda_ep import CUDA_EP, CudaEp
 from .discovery import EP_NAME, PluginError, check_library, get_library_path, refusals
 from .errors import DeltaFuseError, OptionError, OrtError
 from .lifetime import other_version
+from .model_arg import for_ort, refusal
 from .providers import add_providers, as_text
 
 MIN_ORT = (1, 27)
@@ -75,7 +76,7 @@ def register(library: str | os.PathLike[str] | None = None) -> str:
 
 
 def session(
-    path_or_bytes: str | os.PathLike[str] | bytes,
+    path_or_bytes: Any,
     device: str = "auto",
     *,
     sess_options: Any = None,
@@ -94,23 +95,31 @@ def session(
     TF32 is switched off for models with a router (an operator such as TopK), unless ``use_tf32`` is among the options.
 
     Args:
-        path_or_bytes: the model, as for ``InferenceSession``.
+        path_or_bytes: the model, as for ``InferenceSession``, or an ``onnx.ModelProto`` or ``onnx_ir.Model``.
         device: "auto" (the first CUDA device that works, else the CPU), "cpu", "cuda" or "cuda:N".
-        sess_options: an ``onnxruntime.SessionOptions`` without providers; they are added to it.
+        sess_options: an ``onnxruntime.SessionOptions`` without providers; they are added to it. Without one, ORT
+            logs errors only: what it warns of, nodes on the CPU above all, :func:`assignment` tells.
         provider_options: options for ``CUDAExecutionProvider`` by provider name, for example ``user_compute_stream``
             (a stream of the session's device, 0 for the default stream).
         strict: raise unless the plugin EP runs every deltafuse node.
 
     Raises:
         OptionError: an argument that is not understood.
-        OrtError: onnxruntime is missing or too old, or lacks what ``device`` asks for.
+        ModelFileError, ModelKindError: a file that is missing or no model, or an argument that is no model at all.
+        OrtError: onnxruntime is missing or too old, lacks what ``device`` asks for, or does not take the model.
         DeltaFuseError: with ``strict``, a deltafuse node that the plugin EP does not run, with the reason.
     """
     ort = _onnxruntime()
     kind, index = _parse_device(device)
+    path_or_bytes = for_ort(path_or_bytes)
+    if sess_options is not None and not hasattr(sess_options, "has_providers"):
+        raise OptionError(f"sess_options {sess_options!r}: expected an onnxruntime.SessionOptions")
     if sess_options is not None and sess_options.has_providers():
         raise OptionError("sess_options already has providers: session() adds them itself, to fresh options each time")
-    options = {name: dict(values) for name, values in (provider_options or {}).items()}
+    try:
+        options = {name: dict(values) for name, values in (provider_options or {}).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise OptionError(f"provider_options {provider_options!r}: expected options by provider name") from error
     unknown = sorted(set(options) - {CUDA_EP, EP_NAME})
     if unknown:
         raise OptionError(f"provider_options for {', '.join(unknown)}: session() uses {CUDA_EP} and {EP_NAME}")
@@ -118,7 +127,7 @@ def session(
     asked = bool(options.get(CUDA_EP))
     options[CUDA_EP], numbers = fallback.tf32_choice(path_or_bytes, as_text(options.get(CUDA_EP, {})))
     devices, problem = _plugin_devices(ort)
-    chosen = sess_options if sess_options is not None else ort.SessionOptions()
+    chosen = sess_options if sess_options is not None else _quiet_options(ort)
     chosen.add_session_config_entry(_RECORD_ENTRY, "1")
     cuda, remark = cuda_ep.find(ort), ""
     auto = kind == "auto"
@@ -142,7 +151,10 @@ def session(
     remarks = [problem or remark, numbers if kind == "cuda" else ""]
 
     def create(model: str | os.PathLike[str] | bytes) -> Any:
-        made = ort.InferenceSession(model, chosen, enable_fallback=0)
+        try:
+            made = ort.InferenceSession(model, chosen, enable_fallback=0)
+        except Exception as error:  # onnxruntime has no common base for its errors
+            raise refusal(model, error, ort.__version__) from error
         made.disable_fallback()
         _check_providers(made, device, names)
         _notes[made] = "; ".join(filter(None, remarks))
@@ -243,6 +255,12 @@ def _onnxruntime() -> Any:
     if numbers < MIN_ORT:
         raise OrtError(f"onnxruntime {version} is too old: deltafuse needs 1.27 or newer")
     return onnxruntime
+
+
+def _quiet_options(ort: Any) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # errors
+    return options
 
 
 def _ep_devices(ort: Any) -> list[Any]:

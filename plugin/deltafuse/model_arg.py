@@ -1,0 +1,59 @@
+"""The model that ``session`` and ``capture`` are given: what ONNX Runtime takes, and what it says when it does not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .errors import DeltaFuseError, ModelKindError, NotOnnxError, OrtError, OutputError
+
+
+def for_ort(model: Any) -> str | os.PathLike[str] | bytes:
+    """A model as ``InferenceSession`` takes it: a path or bytes as they are, a model in memory serialised.
+
+    Raises:
+        ModelKindError: of another type, or with external data of which the folder is not known.
+        OutputError: over 2 GiB.
+    """
+    if isinstance(model, (str, os.PathLike)) and isinstance(os.fspath(model), str):
+        return model
+    if isinstance(model, (bytes, bytearray, memoryview)):
+        return bytes(model)
+    # Only who has imported these packages can hold a model of theirs.
+    onnx, onnx_ir = sys.modules.get("onnx"), sys.modules.get("onnx_ir")
+    if onnx_ir is not None and isinstance(model, onnx_ir.Model):
+        from .external_data import data_files
+        from .model_io import to_proto
+
+        if data_files(model):
+            raise ModelKindError(
+                "the model has external data: save it, or give deltafuse.fuse an output; give the path"
+            )
+        return to_proto(model).SerializeToString()
+    if onnx is not None and isinstance(model, onnx.ModelProto):
+        try:
+            return bytes(model.SerializeToString())
+        except Exception as error:  # protobuf's errors have no common base
+            raise OutputError(f"the ModelProto cannot be serialised ({error}): save it, and give the path") from error
+    raise ModelKindError(
+        "expected a path, the bytes of a model, an onnx.ModelProto or an onnx_ir.Model, "
+        f"got {type(model).__module__}.{type(model).__qualname__}"
+    )
+
+
+def refusal(model: str | os.PathLike[str] | bytes, error: Exception, ort_version: str) -> DeltaFuseError:
+    """Why ONNX Runtime made no session of this model: because of its file, else in ONNX Runtime's own words."""
+    from .onnx_file import check_file
+
+    what = "the model" if isinstance(model, bytes) else os.fspath(model)
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(model, bytes):
+        try:
+            check_file(Path(model))
+        except DeltaFuseError as found:
+            return found
+    if type(error).__name__ == "InvalidProtobuf":
+        return NotOnnxError(f"{what} is not an ONNX model, or is damaged: {text}")
+    return OrtError(f"onnxruntime {ort_version} does not take {what}: {text}")
