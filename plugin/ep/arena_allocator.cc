@@ -16,6 +16,10 @@ class ArenaAllocator final : public OrtAllocator {
   ~ArenaAllocator();
 
   const Arena& arena() const { return arena_; }
+  bool IsOn(int ordinal) const {
+    return static_cast<int>(api_.ep->MemoryDevice_GetDeviceId(api_.ep->MemoryInfo_GetMemoryDevice(info_.get()))) ==
+           ordinal;
+  }
   const std::string& tag() const { return tag_; }
 
  private:
@@ -83,9 +87,9 @@ OrtStatus* ArenaAllocator::Report(OrtKeyValuePairs** out) const {
   return nullptr;
 }
 
-std::string Mebibytes(const char* bytes) {
+std::string Mebibytes(double bytes) {
   char text[32];
-  std::snprintf(text, sizeof(text), "%.1f MiB", std::strtod(bytes, nullptr) / (1 << 20));
+  std::snprintf(text, sizeof(text), "%.1f MiB", bytes / (1 << 20));
   return text;
 }
 
@@ -135,7 +139,20 @@ std::string MemoryText(const Api& api, const OrtAllocator* allocator) {
   // ORT's arenas without a limit say the largest number there is.
   const double bytes = std::strtod(limit, nullptr);
   const bool none = bytes <= 0 || bytes > 1e15;
-  return " (" + (none ? std::string("no limit") : "limit " + Mebibytes(limit)) + ", in use " + Mebibytes(in_use) + ")";
+  return " (" + (none ? std::string("no limit") : "limit " + Mebibytes(bytes)) + ", in use " +
+         Mebibytes(std::strtod(in_use, nullptr)) + ")";
+}
+
+std::string LimitedArenasText(int ordinal) {
+  const std::lock_guard<std::mutex> lock(All().mutex);
+  std::string text;
+  for (const ArenaAllocator* allocator : All().allocators) {
+    const Arena::Stats stats = allocator->arena().GetStats();
+    if (stats.limit == 0 || !allocator->IsOn(ordinal)) continue;
+    text += " (limit " + Mebibytes(static_cast<double>(stats.limit)) + ", in use " +
+            Mebibytes(static_cast<double>(stats.in_use)) + ")";
+  }
+  return text;
 }
 
 }  // namespace deltafuse::ep

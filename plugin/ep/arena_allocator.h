@@ -19,4 +19,7 @@ std::string ArenaStatsJson(const std::string& tag);
 // " (limit 64.0 MiB, in use 12.5 MiB)" as an allocator of whatever kind tells it, or "" where it does not.
 std::string MemoryText(const Api& api, const OrtAllocator* allocator);
 
+// The same of the living arenas on a CUDA device that have a limit, for errors that no allocator is known for.
+std::string LimitedArenasText(int ordinal);
+
 }  // namespace deltafuse::ep

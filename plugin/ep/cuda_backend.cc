@@ -6,6 +6,7 @@
 #include <sstream>
 #include <utility>
 
+#include "arena_allocator.h"
 #include "build_info.h"
 #include "cuda_check.h"
 #include "cuda_streams.h"
@@ -73,7 +74,10 @@ class DataTransfer final : public OrtDataTransferImpl {
     DF_RETURN_IF_ERROR(api_.ort->GetTensorMutableData(to, &target));
     DF_RETURN_IF_ERROR(api_.ort->GetTensorSizeInBytes(from, &bytes));
     const uint32_t ordinal = api_.ep->MemoryDevice_GetDeviceId(to_gpu ? to_device : from_device);
-    if (!target && bytes) return NoMemory(api_, "a copy on cuda:" + std::to_string(ordinal), bytes, nullptr, nullptr);
+    if (!target && bytes)
+      return MakeStatus(api_, ORT_FAIL,
+                        "deltafuse: no memory on cuda:" + std::to_string(ordinal) + " for a copy of " +
+                            std::to_string(bytes) + " bytes" + LimitedArenasText(static_cast<int>(ordinal)));
     DF_RETURN_IF_CUDA_ERROR(api_, cudaSetDevice(static_cast<int>(ordinal)));
     bool user_streams = false;
     if (from_gpu && !stream) DF_RETURN_IF_ERROR(WaitForUserStreams(api_, static_cast<int>(ordinal), &user_streams));

@@ -55,12 +55,25 @@ def test_a_limit_is_kept_and_the_session_lives() -> None:
     running = alone(call_model(BARE, small).SerializeToString(), {"memory_limit_mib": "64", "session_tag": "limit"})
     before = run(running, BARE, small)
     for _ in range(3):
-        with pytest.raises(Exception, match=r"no memory for .* of \d+ bytes|no device memory"):
+        with pytest.raises(Exception, match=r"no memory on cuda:0 for a copy of \d+ bytes \(limit 64\.0 MiB, in use"):
             run(running, BARE, large)
         got = run(running, BARE, small)
         assert all(got[name].tobytes() == before[name].tobytes() for name in before)
     (arena,) = memory("limit")
     assert arena["limit"] == 64 * MIB and arena["total"] <= 64 * MIB and arena["failures"] >= 3
+
+
+def test_a_failed_output_names_the_node_its_bytes_and_the_limit() -> None:
+    """37.5 MiB of states come in and as many go out."""
+    inputs = {name: np.repeat(x, 150, 0) for name, x in draw(BARE, 1, 3).items()}
+    running = alone(call_model(BARE, inputs).SerializeToString(), {"memory_limit_mib": "64"})
+    for _ in range(2):
+        with pytest.raises(
+            Exception, match=r"node 'kda': no memory for output final_state of 39321600 bytes \(limit 64\.0 MiB, in use"
+        ):
+            run(running, BARE, inputs)
+    small = draw(BARE, 2, 9)
+    assert_close(run(running, BARE, small), reference(BARE, small), tolerance("cuda", "float32"), "afterwards")
 
 
 def test_a_failed_workspace_names_the_node_its_bytes_and_the_limit() -> None:
