@@ -3,7 +3,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <mutex>
 
@@ -49,7 +48,7 @@ class Profiler final : public OrtEpProfilerImpl {
     StartEvent = [](OrtEpProfilerImpl* self, uint64_t id) noexcept {
       auto* profiler = static_cast<Profiler*>(self);
       return Guard(profiler->api_, [&]() -> OrtStatus* {
-        Frames().push_back({profiler, id, {}});
+        Top() = new Frame{profiler, id, {}, Top()};
         return nullptr;
       });
     };
@@ -64,9 +63,9 @@ class Profiler final : public OrtEpProfilerImpl {
   }
 
   // The innermost of ORT's events on this thread, if it is profiled.
-  static Profiler* Current() { return Frames().empty() ? nullptr : Frames().back().profiler; }
+  static Profiler* Current() { return Top() ? Top()->profiler : nullptr; }
   static void Add(Event event) {
-    if (!Frames().empty()) Frames().back().events.push_back(std::move(event));
+    if (Top()) Top()->events.push_back(std::move(event));
   }
 
   // Pairs a moment on the stream with one of this process's clock, once: the GPU has a clock of its own.
@@ -80,29 +79,31 @@ class Profiler final : public OrtEpProfilerImpl {
   }
 
  private:
+  // One of ORT's events that has begun on this thread; ORT ends each of them.
   struct Frame {
     Profiler* profiler;
     uint64_t id;
     std::vector<Event> events;
+    Frame* outer;
   };
 
-  static std::vector<Frame>& Frames() {
-    thread_local std::vector<Frame> frames;
-    return frames;
+  // The innermost frame. A plain pointer: it needs no destructor when a thread ends.
+  static Frame*& Top() {
+    thread_local Frame* top = nullptr;
+    return top;
   }
 
   OrtStatus* Close(uint64_t id, const OrtProfilingEvent* ort_event) {
-    auto& frames = Frames();
-    const auto found = std::find_if(frames.rbegin(), frames.rend(),
-                                    [&](const Frame& frame) { return frame.profiler == this && frame.id == id; });
-    if (found == frames.rend()) return nullptr;
-    std::vector<Event> events = std::move(found->events);
-    frames.erase(std::next(found).base());
-    if (events.empty()) return nullptr;
+    Frame** link = &Top();
+    while (*link && ((*link)->profiler != this || (*link)->id != id)) link = &(*link)->outer;
+    if (!*link) return nullptr;
+    const std::unique_ptr<Frame> frame(*link);
+    *link = frame->outer;
+    if (frame->events.empty()) return nullptr;
     const char* parent = nullptr;
     DF_RETURN_IF_ERROR(api_.ep->ProfilingEvent_GetName(ort_event, &parent));
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (Event& event : events) {
+    for (Event& event : frame->events) {
       if (events_.size() >= kMostEvents) break;
       event.parent = parent ? parent : "";
       events_.push_back(std::move(event));
