@@ -310,3 +310,15 @@ def test_no_state_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(6):
         assert relative_error(made.run(inputs)["o"], want) <= tolerance("body", "float32")
     assert made.captured
+
+
+def test_sessions_print_no_warnings(library: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """ONNX Runtime warns of every node that the plugin leaves to the CPU EP; options of one's own bring that back."""
+    model = call_model(SMALL, draw(SMALL, 1, 1))
+    model.graph.node.append(helper.make_node("Relu", ["o"], ["relu_o"]))
+    model.graph.output.append(helper.make_tensor_value_info("relu_o", TensorProto.FLOAT, None))
+    for options, said in ((None, False), (ort.SessionOptions(), True)):
+        deltafuse.session(model, "cpu", sess_options=options)
+        assert ("not assigned to the preferred" in capfd.readouterr().err) is said
+    deltafuse.capture(model, device="cpu")
+    assert capfd.readouterr().err == ""

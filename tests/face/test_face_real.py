@@ -71,7 +71,7 @@ def test_external_data_through_the_command(decode: onnx.ModelProto, tmp_path: Pa
     """Weights outside, output over the input, portable target, report: in a process of its own."""
     path = tmp_path / "model.onnx"
     copy = onnx.ModelProto.FromString(decode.SerializeToString())
-    onnx.save(copy, path, save_as_external_data=True, location="model.onnx.data", size_threshold=100)
+    onnx.save(copy, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
     program = "from deltafuse.cli import main; main()"
     options = ["-o", path, "--target", "portable", "--require", "kda=1", "--report", tmp_path / "r.json", "--json"]
     done = subprocess.run(
