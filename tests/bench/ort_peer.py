@@ -24,9 +24,9 @@ def gated_delta_net_model(
 ) -> onnx.ModelProto:
     """One GatedDeltaNet node with decay per key channel, L2 norm, beta's sigmoid, and the gate if it has one.
 
-    Inputs: query, key, value, decay [tokens, heads, width] and beta [tokens, heads] of ``dtype`` (decay and beta float32
-    and no a_log, dt_bias without the gate: :func:`has_gate`); initial_state [sequences, heads, width, width] (V first),
-    a_log, dt_bias, and cu_seqlens (int32) if ``ragged``.
+    Inputs: query, key, value, decay [tokens, heads, width] and beta [tokens, heads] of ``dtype``; initial_state
+    [sequences, heads, width, width] (V first), a_log, dt_bias, and cu_seqlens (int32) if ``ragged``. Without the gate
+    (:func:`has_gate`) decay and beta are float32, and there is no a_log and no dt_bias.
     """
     gate = has_gate()
     element, f32 = ELEMENT_TYPES[dtype], TensorProto.FLOAT
@@ -63,11 +63,11 @@ def gated_delta_net_model(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def bind(model: onnx.ModelProto, tensors: dict[str, Any], outputs: dict[str, Any]) -> Callable[[], Any]:
+def bind(model: onnx.ModelProto, tensors: dict[str, Any], outputs: dict[str, Any]) -> Callable[[], None]:
     """A session on the CUDA EP with all operands bound where they lie on the device; returns what runs it once.
 
-    ``tensors`` and ``outputs`` hold PyTorch tensors by the model's names. Runs on PyTorch's current stream and returns
-    without waiting for the device.
+    ``tensors`` and ``outputs`` hold PyTorch tensors by the model's names. Each call is ordered with PyTorch's current
+    stream as if it ran there, and returns without waiting for the device.
 
     Raises:
         ImportError: no onnxruntime. RuntimeError: it has no CUDA EP, or not this op.
@@ -77,8 +77,9 @@ def bind(model: onnx.ModelProto, tensors: dict[str, Any], outputs: dict[str, Any
 
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         raise RuntimeError("this onnxruntime has no CUDA execution provider")
-    stream = torch.cuda.current_stream().cuda_stream
-    provider = ("CUDAExecutionProvider", {"user_compute_stream": str(stream)})
+    # A stream of its own: the default stream's handle is 0, which ORT takes for "none given", and then runs elsewhere.
+    own = torch.cuda.Stream()
+    provider = ("CUDAExecutionProvider", {"user_compute_stream": str(own.cuda_stream)})
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[provider])
@@ -91,4 +92,11 @@ def bind(model: onnx.ModelProto, tensors: dict[str, Any], outputs: dict[str, Any
         binding.bind_output(name, "cuda", 0, types[name], list(x.shape), x.data_ptr())
     run_options = onnxruntime.RunOptions()
     run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return lambda: session.run_with_iobinding(binding, run_options)
+
+    def run() -> None:
+        current = torch.cuda.current_stream()
+        own.wait_stream(current)
+        session.run_with_iobinding(binding, run_options)
+        current.wait_stream(own)
+
+    return run
