@@ -142,9 +142,24 @@ class FuseKda(Pass):
         region.absorbed, region.not_absorbed = candidate.absorbed, candidate.not_absorbed
         region.proof = proof
         region.notes = [*candidate.notes, *repairs(candidate, proof)]
+        if rounds_inside(candidate):
+            region.notes.append("the original rounds some values inside to 16 bits; the fused op keeps float32 there")
         limited = cuda_refusal(candidate.config)
         if limited is not None:
             region.notes.append(f"on CUDA the portable body runs it: {limited.reason}")
+
+
+def rounds_inside(candidate: Candidate) -> bool:
+    """Does the original narrow values between its operands and its results?"""
+    half = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    results = set(candidate.output_values())
+    return any(
+        is_op(node, "Cast")
+        and ir.DataType(node.attributes["to"].as_int()) in half
+        and node.outputs[0] not in results
+        and not any(is_op(u, "Reshape", "Transpose") and u.outputs[0] in results for u, _ in node.outputs[0].uses())
+        for node in candidate.region.nodes
+    )
 
 
 def snap_scale(view: GraphView, core: Candidate, measured: float) -> float | None:

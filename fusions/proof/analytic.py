@@ -27,12 +27,20 @@ _MOVES = frozenset(
     "Concat Constant ConstantOfShape Expand EyeLike Flatten Gather GatherElements GatherND Pad Range Reshape "
     "ScatterElements ScatterND Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze".split()
 )
+#: Make numbers out of how many ones there are.
+_COUNTING = frozenset({"CumSum", "ReduceSum", "ReduceMean", "ReduceSumSquare", "MatMul", "Gemm", "Einsum"})
 _LOOPS = frozenset({"Loop", "Scan"})
 
 
 def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str | None:
     """The first node that keeps the region from being analytic, in words; None when there is none."""
+    told = set(extract.inputs)
     for node in extract.nodes:
+        if any(v in told for v in view.inputs_of(node)):
+            told.update(node.outputs)
+        elif node.op_type in _COUNTING and not all(view.is_const(v) for v in node.outputs):
+            # what hangs on no operand hangs on lengths
+            return f"{node.op_type} {node.name!r} turns positions or lengths into values"
         if node in candidate.explained or all(view.is_const(v) for v in node.outputs):
             continue
         found = _node(view, node)

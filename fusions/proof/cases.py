@@ -188,6 +188,18 @@ def environment(candidate: Candidate, batch: int, tokens: int) -> dict[str, int]
         env[rows] = batch
     if isinstance(length, str):
         env[length] = tokens
+    for operand in candidate.operands.values():  # one size has several symbols where shapes were inferred
+        for piece in operand.pieces:
+            if piece.value.shape is None:
+                continue
+            order = list(piece.permutation) if piece.permutation is not None else list(range(len(piece.value.shape)))
+            sizes = (
+                (batch,) if piece.adds_time or operand is candidate.operands.get("initial_state") else (batch, tokens)
+            )
+            for axis, size in zip(order, sizes, strict=False):
+                name = symbol(piece.value.shape[axis])
+                if name is not None and name.isidentifier():
+                    env.setdefault(name, size)
     if "conv_state" in candidate.operands:
         for piece in candidate.operands["conv_state"].pieces:
             columns = None if piece.value.shape is None else symbol(piece.value.shape[-1])

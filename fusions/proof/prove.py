@@ -39,8 +39,12 @@ SEED = 20261130
 _INDEX_ARITHMETIC = frozenset(
     "Add Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Range Sub Where".split()
 )
-#: Bounds on positions above this are taken for "no bound".
+#: The longest sequence that a proof runs; a bound on positions past it is refused, one past 2^31 means the end.
 LONGEST_PROBE = 20_000
+_TO_THE_END = (1 << 31) - 1
+MOST_ROWS = 64
+#: Cases whose decays a chunked original may overflow with, in float64 too: exponents of the other sign, masked later.
+OVERFLOWING = ("gate-unbounded", "gate-near-bound", "wide", "extreme-last")
 
 
 def _error(found: np.ndarray, want: np.ndarray) -> float:
@@ -184,10 +188,14 @@ class Prover:
                     report.proved, report.reason = False, f"the region does not run: {first_line(error)}"
                     return report
                 continue
-            if not all(np.all(np.isfinite(w)) for w in want):
-                entry["original"] = "gives values that are not finite"
-                continue
             found = body.run(None, feeds)
+            if not _finite(want):
+                entry["original"] = "gives values that are not finite"
+                exact = problem.exact(feeds, env) if _finite(found) else None
+                if exact is not None and _finite(exact):
+                    want = exact
+                elif not _finite(found) or case in OVERFLOWING:
+                    continue
             errors = [_error(f, w) for f, w in zip(found, want, strict=True)]
             entry["errors"] = errors
             compared += 1
@@ -222,9 +230,18 @@ class Prover:
         plan = [
             p for p in plan if not (p[0] in ("zero-state", "full-state") and not candidate.config.has_initial_state)
         ]
+        if isinstance(length, int) and isinstance(rows, int):
+            return plan
+        bounds = position_bounds(self.view, extract)
         if not isinstance(length, int):
-            lengths = [*PROBES, *_beyond_constants(self.view, extract)]
-            plan += [("normal", batches[0], t, True) for t in lengths]
+            # past the largest bound, and past all of them one behind the other
+            past = {
+                t + 3 for t in (bounds[-1:] and (bounds[-1], sum(bounds))) if max(PROBES) < t + 3 <= LONGEST_PROBE + 3
+            }
+            plan += [("normal", batches[0], t, True) for t in (*PROBES, *sorted(past))]
+        if not isinstance(rows, int):
+            past_rows = {3, *(b + 3 for b in bounds if b <= MOST_ROWS)}
+            plan += [("normal", b, tokens[0], True) for b in sorted(past_rows)[-2:]]
         return plan
 
     def _replacement_session(self, candidate: Candidate, problem: Problem) -> Any:
@@ -298,23 +315,39 @@ class Prover:
         return found
 
 
-def _beyond_constants(view: GraphView, extract: Extract) -> list[int]:
-    """A length past the largest bound on positions that the region names, if it is past the probes too.
+def position_bounds(view: GraphView, extract: Extract) -> list[int]:
+    """The bounds on positions that the region names: in its slices along axes of unknown length, and in arithmetic of
+    integers.
 
-    A cut at token 200 changes nothing up to 200 tokens.
+    Raises:
+        NotExtractable: a bound that no probe can pass.
     """
-    largest = 0
+    found: set[int] = set()
     for node in extract.nodes:
         if node.op_type == "Slice":
-            values = list(node.inputs[1:3])
+            values = [] if _is_fixed_axis(view, node) else list(node.inputs[1:3])
         elif node.op_type in _INDEX_ARITHMETIC:
             values = list(node.inputs)
         else:
             continue
         for value in values:
             if value is not None and view.is_integer(value):
-                largest = max([largest, *(i for i in view.ints(value) or () if i <= LONGEST_PROBE)])
-    return [largest + 3] if largest + 3 > max(PROBES) else []
+                found.update(abs(i) for i in view.ints(value) or ())
+    bounds = sorted(i for i in found if 1 < i < _TO_THE_END)
+    if bounds and bounds[-1] > LONGEST_PROBE:
+        raise NotExtractable(f"it names position {bounds[-1]}, and proofs look at {LONGEST_PROBE} tokens at most")
+    return bounds
+
+
+def _is_fixed_axis(view: GraphView, node: ir.Node) -> bool:
+    """Does the slice run along an axis of known length?"""
+    axes = view.ints(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else [0]
+    shape = None if node.inputs[0] is None else node.inputs[0].shape
+    return axes is not None and shape is not None and all(isinstance(shape[a], int) for a in axes)
+
+
+def _finite(arrays: list[np.ndarray]) -> bool:
+    return all(bool(np.all(np.isfinite(a))) for a in arrays)
 
 
 def _perturb(array: np.ndarray, rng: np.random.Generator, positive: bool) -> np.ndarray:
