@@ -317,12 +317,12 @@ class Prover:
 
 def position_bounds(view: GraphView, extract: Extract) -> list[int]:
     """The bounds on positions that the region names: in its slices along axes of unknown length, and in arithmetic of
-    integers.
+    integers; sorted, each as often as it is named.
 
     Raises:
         NotExtractable: a bound that no probe can pass.
     """
-    found: set[int] = set()
+    found: list[int] = []
     for node in extract.nodes:
         if node.op_type == "Slice":
             values = [] if _is_fixed_axis(view, node) else list(node.inputs[1:3])
@@ -332,7 +332,7 @@ def position_bounds(view: GraphView, extract: Extract) -> list[int]:
             continue
         for value in values:
             if value is not None and view.is_integer(value):
-                found.update(abs(i) for i in view.ints(value) or ())
+                found += (abs(i) for i in view.ints(value) or ())
     bounds = sorted(i for i in found if 1 < i < _TO_THE_END)
     if bounds and bounds[-1] > LONGEST_PROBE:
         raise NotExtractable(f"it names position {bounds[-1]}, and proofs look at {LONGEST_PROBE} tokens at most")
