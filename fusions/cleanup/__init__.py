@@ -26,6 +26,8 @@ def cleanup_passes() -> list[Pass]:
         RemoveIdentities(),
         RemoveIdleCasts(),
         FoldConstants(),
+        InferTypes("infer-types-again"),  # shapes that were computed are constants now
+        FoldConstants("fold-constants-again"),
         RemoveUnitFactors(),
         RemoveIdleSplits(),
         RmsNorms(),

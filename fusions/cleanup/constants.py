@@ -33,9 +33,11 @@ class FoldConstants(Pass):
     folded: they stay lazy, in their file.
     """
 
-    name = "fold-constants"
     needs = frozenset({"constants", "types"})
     gives = frozenset({"folded"})
+
+    def __init__(self, name: str = "fold-constants") -> None:
+        self.name = name
 
     def run(self, model: ir.Model, report: PassReport) -> None:
         graph = model.graph

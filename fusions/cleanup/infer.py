@@ -33,8 +33,10 @@ def _makes_no_tensor(op_type: str) -> bool:
 class InferTypes(Pass):
     """Run onnx's shape inference when values have no type or shape; known ones are kept."""
 
-    name = "infer-types"
     gives = frozenset({"types"})
+
+    def __init__(self, name: str = "infer-types") -> None:
+        self.name = name
 
     def run(self, model: ir.Model, report: PassReport) -> None:
         missing = _unknown(model)

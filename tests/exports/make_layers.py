@@ -22,8 +22,6 @@ FORMS = {
     "chunk": "chunked",
     "neumann": "chunked",
 }
-#: Exports whose layers may be refused as well as fused: what they compute must stay.
-OPEN = ("layer", "prefill", "open")
 LAYERS: dict[str, dict[str, Any]] = {
     # prompts of any length
     "conv3_scan_silu_normalize": dict(
@@ -77,10 +75,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     # torch's older exporter
     "legacy_decode_op18": dict(choice=Choice(conv_state=True, l2="div"), tokens=1, opset=18, legacy=True),
     "legacy_stacked_T4_op18": dict(
-        choice=Choice(core="stacked", decay="sigmoid", gate="silu"), tokens=4, opset=18, legacy=True, tags=OPEN
+        choice=Choice(core="stacked", decay="sigmoid", gate="silu"), tokens=4, opset=18, legacy=True
     ),
     "legacy_chunk16_T32_op20": dict(
-        choice=Choice(core="chunk", conv="packed", state="none"), tokens=32, opset=20, legacy=True, tags=OPEN
+        choice=Choice(core="chunk", conv="packed", state="none"), tokens=32, opset=20, legacy=True
     ),
     # float32 loses all digits of this inverse for nearly collinear keys: refusing to call it KDA is right
     "neumann32_T32": dict(

@@ -10,7 +10,7 @@ from exports import library
 
 from . import kit
 
-KDA = [n for n in library.names(kda=True) if n not in library.names("open")]
+KDA = library.names(kda=True)
 OTHERS = [n for n in library.names(kda=False) if n not in library.names("unstable")]
 #: Stripped too: all of the shared archive, and one or two of each other form.
 STRIPPED = [n for n in KDA if n in library.names("shared")] + [
@@ -110,16 +110,6 @@ def test_other_blocks_are_left_alone(name: str) -> None:
     assert kit.calls(after) == 0
     assert not after.functions
     kit.same(before, after, *map(export.feeds, export.bindings), tolerance=1e-6)
-
-
-@pytest.mark.parametrize("name", library.names("open"))
-def test_what_may_be_refused_is_left_right(name: str) -> None:
-    """The older exporter writes shapes as computations: the layer is fused, or refused with a reason; nothing else."""
-    before, report, after = kit.fused(name)
-    refused = [r.refusal for r in report.regions if r.status == "refused"]
-    assert report.count("kda") + len(refused) >= library.export(name).kda
-    assert all(refusal is not None and refusal.reason for refusal in refused)
-    kit.same(before, after, library.export(name).feeds())
 
 
 @pytest.mark.parametrize("name", library.names("unstable"))
