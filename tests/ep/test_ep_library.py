@@ -35,7 +35,8 @@ def test_depends_on_no_cuda_and_no_onnxruntime(library: str) -> None:
 def test_says_what_it_is(library: str) -> None:
     loaded = discovery.load_library(library)
     info = deltafuse.build_info()
-    if info["native"]:
+    # what is recorded is told of the package's own library; a sanitizer's run brings another
+    if info["native"] and Path(deltafuse.__file__).parent in Path(library).parents:
         assert loaded.deltafuse_version().decode() == info["version"]
         assert loaded.deltafuse_cuda_archs().decode() == ";".join(info["cuda_archs"])
     if not loaded.deltafuse_cuda_archs():
