@@ -9,7 +9,7 @@ from ...custom_ops.common.refusal import Refusal
 from ..candidate import Operand, Parameter, Piece, Result
 from ..graph import GraphView
 from ..region import backward
-from ..track import Track
+from ..track import Label, Track
 from .convs import ShortConv, short_conv, state_width
 from .paths import Path
 from .roles import Roles
@@ -52,38 +52,23 @@ def before_norm(path: Path) -> Track:
 
 
 def operand_at(track: Track) -> Operand | None:
-    """The operand [B, T, C] from where a track stands."""
+    """The operand [B, T, C] from where a track stands; rows without a time axis are one token each."""
     labels = [label for label in track.labels if label != "1"]
-    if labels.count("B") + labels.count("N") == 1 and "T" not in labels:
-        return _one_token_rows(track)
-    if "N" in labels or labels.count("B") != 1 or labels.count("T") != 1:
+    rows = labels.count("B") + labels.count("N")
+    if rows == 1 and "T" not in labels:
+        reshape: tuple[int, ...] | None = (0, 1, track.channels)
+    elif "N" in labels or rows != 1 or labels.count("T") != 1:
         return None
-    order = sorted(
-        range(len(track.labels)),
-        key=lambda i: (
-            -2
-            if track.labels[i] == "B"
-            else -1
-            if track.labels[i] == "T"
-            else 1000
-            if track.labels[i] == "1"
-            else int(track.labels[i])
-        ),
-    )
+    else:
+        reshape = (0, 0, track.channels) if len(track.labels) != 3 else None
+    order = sorted(range(len(track.labels)), key=lambda i: _rank(track.labels[i]))
     permutation = tuple(order) if order != list(range(len(order))) else None
-    reshape = (0, 0, track.channels) if len(track.labels) != 3 else None
     return Operand((Piece(track.value, permutation, reshape),))
 
 
-def _one_token_rows(track: Track) -> Operand | None:
-    """The operand of a graph that has no time axis: rows of the batch, one token each."""
-    rows = "B" if "B" in track.labels else "N"
-    order = sorted(
-        range(len(track.labels)),
-        key=lambda i: -1 if track.labels[i] == rows else 1000 if track.labels[i] == "1" else int(track.labels[i]),
-    )
-    permutation = tuple(order) if order != list(range(len(order))) else None
-    return Operand((Piece(track.value, permutation, (0, 1, track.channels)),))
+def _rank(label: Label) -> int:
+    """Where an axis goes: batch, time, the channels in order, and axes of size one last."""
+    return label if isinstance(label, int) else {"B": -2, "N": -2, "T": -1, "1": 1000}[label]
 
 
 def convolutions(view: GraphView, roles: Roles) -> list[ShortConv] | Refusal | None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ...custom_ops.kda.draw import draw_inputs
 from ...custom_ops.kda.spec import KdaConfig
 from ..candidate import Candidate, Operand, Piece
-from .dims import UnknownDim, concrete, symbol
+from .dims import concrete, symbol
 
 Arrays = dict[str, np.ndarray]
 Shapes = Callable[[ir.Value], list[int]]
@@ -206,9 +206,6 @@ def environment(candidate: Candidate, batch: int, tokens: int) -> dict[str, int]
             if columns is not None and columns not in env:
                 env[columns] = candidate.config.conv_state_width
     return env
-
-
-__all__ = ["HOSTILE", "Arrays", "UnknownDim", "draw", "environment", "raw_feeds", "rows_and_tokens"]
 
 
 def value_names(values: list[ir.Value]) -> list[str]:
