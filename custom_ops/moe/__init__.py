@@ -1,0 +1,1 @@
+"""Mixture of experts with group-limited routing and quantized weights."""

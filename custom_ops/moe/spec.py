@@ -1,0 +1,258 @@
+"""The op ``deltafuse::GroupedQMoE``, version 1: inputs, outputs, attributes, shapes, limits, tolerances.
+
+A mixture of gated experts behind a group-limited router (DeepSeek-V3, arXiv:2412.19437; without groups n_group = 1),
+and the shared expert beside it. For a token x of width D::
+
+    logits = router_weight x                                  (or given)
+    scores = sigmoid(logits) or softmax(logits)               over all E experts
+    choice = scores + expert_bias                             for choosing only
+    group score = sum of the group_top largest choices of a group; the topk_group best groups stay,
+                  the choices of the others become masked_score (minus infinity, or 0)
+    ids    = the top_k largest choices
+    w      = scores[ids]; divided by (sum + norm_eps) with norm_topk_prob; times routed_scaling_factor
+             (masked_weights: a chosen expert of a masked group has w = 0)
+    y      = sum_i w_i expert_{ids_i}(x) + shared(x)
+    expert(x) = down (act(gate x) * (up x)), or down act(up x) with gated = 0
+
+Selection is the same on every target: **logits and scores are the float32 roundings of values computed in float64**,
+the group score is a float32 sum, larger first, and of equal numbers the lower index wins. NaN counts as minus infinity.
+
+Weights are stored as ``nn.Linear`` has them, one row an output channel, in the type of the activations or quantized
+along the rows (input channels) in blocks, as ``DequantizeLinear`` reads them: value = (stored - zero_point) * scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..common.refusal import Refusal
+
+DOMAIN = "deltafuse"
+OP_TYPE = "GroupedQMoE"
+VERSION = 1
+
+#: Formal inputs in order. T: float32, float16 or bfloat16. TW: T, int4, uint4, int8, uint8 or float8e4m3fn; TS: T or
+#: float32. E num_experts, D hidden size, I intermediate_size, J shared_intermediate_size, k top_k, N tokens,
+#: G = 2 with gated (gate rows, then up rows), else 1. Scales of a matrix [.., rows, cols] have the shape
+#: [.., ceil(rows / block_rows), ceil(cols / block_size)]; zero points have the scales' shape and the weights' type.
+INPUTS: dict[str, str] = {
+    "x": "T [N, D] or [B, S, D]: tokens",
+    "router_weight": "float32 or T [E, D], optional: given unless router_logits is",
+    "router_logits": "float32 or T [N, E] or [B, S, E], optional: logits computed outside",
+    "router_bias": "float32 [E], optional: added to the logits",
+    "expert_bias": "float32 [E], optional: added to the scores for choosing only",
+    "gate_up_weight": "TW [E, G*I, D]: gate rows, then up rows",
+    "gate_up_scale": "TS, optional: quantized weights have it",
+    "gate_up_zero_point": "optional",
+    "down_weight": "TW [E, D, I]",
+    "down_scale": "TS, optional",
+    "down_zero_point": "optional",
+    "shared_gate_up_weight": "TW [G*J, D], optional: the shared expert",
+    "shared_gate_up_scale": "TS, optional",
+    "shared_gate_up_zero_point": "optional",
+    "shared_down_weight": "TW [D, J], optional",
+    "shared_down_scale": "TS, optional",
+    "shared_down_zero_point": "optional",
+    "shared_gate_weight": "T or float32 [1, D], optional: shared(x) is times sigmoid(shared_gate_weight x)",
+}
+
+OUTPUTS: dict[str, str] = {
+    "y": "T, the shape of x",
+    "expert_ids": "int64 [N, k]: best choice first",
+    "expert_weights": "float32 [N, k]",
+}
+
+REQUIRED_INPUTS = ("x", "gate_up_weight", "down_weight")
+
+#: Tolerances: relative L2 norm of (result - float64 reference on the same stored weights), by what computes and the
+#: type T; ids are equal, always. ``float8_activations``: kernels that also quantize the activations to float8.
+TOLERANCES: dict[str, dict[str, float]] = {
+    "cpu": {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2},
+    "body": {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2},
+    "cuda": {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2, "float8_activations": 5e-2},
+}
+
+FORMATS = ("float", "int4", "uint4", "int8", "uint8", "float8")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+SCORES = ("sigmoid", "softmax")
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Attributes of one call and which optional inputs and outputs it has (see :class:`..kda.spec.KdaConfig`)."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0  # 0: no shared expert
+    score_function: str = "sigmoid"
+    n_group: int = 1
+    topk_group: int = 1
+    group_top: int = 2  # a group's score is the sum of this many of its best choices; 1: their maximum
+    masked_score: str = "-inf"  # "-inf" | "0": the choice of an expert in a group that did not stay
+    masked_weights: int = 0  # 1: an expert of such a group, if chosen nevertheless, weighs 0
+    norm_topk_prob: int = 1
+    norm_eps: float = 0.0
+    routed_scaling_factor: float = 1.0
+    activation: str = "silu"
+    gated: int = 1
+    # "none" | "before": min(gate, gate_limit) and clip(up, +-up_limit), then the activation
+    # | "after": min(act(gate), gate_limit) and clip(up, +-up_limit)
+    clamp: str = "none"
+    gate_limit: float = math.inf
+    up_limit: float = math.inf
+    # blocks along a row that share a scale (0: the whole row), and rows that share one (float8 128x128: 128)
+    block_size: int = 0
+    block_rows: int = 1
+    shared_block_size: int = 0
+    shared_block_rows: int = 1
+    # form of the operands (not attributes)
+    weight_format: str = "float"
+    shared_format: str = "float"
+    has_zero_point: bool = False
+    shared_has_zero_point: bool = False
+    has_router_weight: bool = True  # else router_logits
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+    has_shared_gate: bool = False
+    has_ids: bool = False  # expert_ids and expert_weights are asked for
+
+    def attributes(self) -> dict[str, Any]:
+        """The node's attributes, in a fixed order."""
+        return {name: getattr(self, name) for name in ATTRIBUTES}
+
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the formal inputs that a call of this configuration supplies."""
+        shared = self.shared_intermediate_size > 0
+        have = {
+            "x": True,
+            "router_weight": self.has_router_weight,
+            "router_logits": not self.has_router_weight,
+            "router_bias": self.has_router_bias,
+            "expert_bias": self.has_expert_bias,
+            "shared_gate_weight": shared and self.has_shared_gate,
+        }
+        for prefix, there, kind, zero in (
+            ("", True, self.weight_format, self.has_zero_point),
+            ("shared_", shared, self.shared_format, self.shared_has_zero_point),
+        ):
+            for matrix in ("gate_up", "down"):
+                have[f"{prefix}{matrix}_weight"] = there
+                have[f"{prefix}{matrix}_scale"] = there and kind != "float"
+                have[f"{prefix}{matrix}_zero_point"] = there and kind != "float" and zero
+        return tuple(name for name in INPUTS if have[name])
+
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs that a call of this configuration asks for."""
+        return tuple(OUTPUTS) if self.has_ids else ("y",)
+
+    def overload(self) -> str:
+        """A readable name for the specialised function body; equal configurations give equal names."""
+        sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+        parts = [f"e{self.num_experts}k{self.top_k}d{self.hidden_size}i{self.intermediate_size}"]
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, value in asdict(self).items():
+            if name in sizes or value == defaults[name]:
+                continue
+            short = name.removeprefix("has_")
+            shown = "" if value is True else f"_{value}" if isinstance(value, str) else f"_{value!r}"
+            parts.append(short + shown)
+        return "-".join(parts).replace(".", "p").replace("+", "")
+
+    def check(self) -> Refusal | None:
+        """Is the configuration one that the op defines? (Kernels may take less: see :func:`cuda_refusal`.)"""
+        sizes = {
+            name: getattr(self, name)
+            for name in (
+                "num_experts",
+                "top_k",
+                "hidden_size",
+                "intermediate_size",
+                "n_group",
+                "topk_group",
+                "group_top",
+            )
+        }
+        if min(sizes.values()) < 1:
+            shown = ", ".join(f"{name} {value}" for name, value in sizes.items())
+            return Refusal("geometry", f"{shown}: all must be 1 or more")
+        if self.top_k > self.num_experts:
+            return Refusal("top-k", f"top_k {self.top_k} of num_experts {self.num_experts}")
+        if self.num_experts % self.n_group or self.topk_group > self.n_group:
+            return Refusal(
+                "groups", f"num_experts {self.num_experts}, n_group {self.n_group}, topk_group {self.topk_group}"
+            )
+        if self.group_top > self.num_experts // self.n_group:
+            return Refusal(
+                "groups", f"group_top {self.group_top} of {self.num_experts // self.n_group} experts a group"
+            )
+        allowed: dict[str, tuple[Any, ...]] = {
+            "score_function": SCORES,
+            "masked_score": ("-inf", "0"),
+            "masked_weights": (0, 1),
+            "norm_topk_prob": (0, 1),
+            "activation": ACTIVATIONS,
+            "gated": (0, 1),
+            "clamp": ("none", "before", "after"),
+            "weight_format": FORMATS,
+            "shared_format": FORMATS,
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                shown = ", ".join(map(str, values))
+                return Refusal("attribute", f"{name} {getattr(self, name)!r}: expected one of {shown}")
+        if not (math.isfinite(self.routed_scaling_factor) and math.isfinite(self.norm_eps)):
+            return Refusal("scale", f"routed_scaling_factor {self.routed_scaling_factor}, norm_eps {self.norm_eps}")
+        if self.clamp != "none" and not (self.gated and self.gate_limit > 0 and self.up_limit > 0):
+            return Refusal("clamp", f"gate_limit {self.gate_limit}, up_limit {self.up_limit}, gated {self.gated}")
+        return self._check_blocks()
+
+    def _check_blocks(self) -> Refusal | None:
+        for prefix in ("", "shared_"):
+            kind = self.weight_format if not prefix else self.shared_format
+            size, rows = getattr(self, f"{prefix}block_size"), getattr(self, f"{prefix}block_rows")
+            zero = self.has_zero_point if not prefix else self.shared_has_zero_point
+            if kind == "float" and (size or rows != 1 or zero):
+                return Refusal("blocks", f"{prefix}block_size {size}: the weights are not quantized")
+            if size < 0 or rows < 1:
+                return Refusal("blocks", f"{prefix}block_size {size}, {prefix}block_rows {rows}")
+            if rows != 1 and kind != "float8":
+                return Refusal("blocks", f"{prefix}block_rows {rows}: {kind} has scales of its own for each row")
+            if zero and kind == "float8":
+                return Refusal("blocks", f"{prefix}zero_point: float8 has none")
+        return None
+
+
+ATTRIBUTES = (
+    "num_experts",
+    "top_k",
+    "hidden_size",
+    "intermediate_size",
+    "shared_intermediate_size",
+    "score_function",
+    "n_group",
+    "topk_group",
+    "group_top",
+    "masked_score",
+    "masked_weights",
+    "norm_topk_prob",
+    "norm_eps",
+    "routed_scaling_factor",
+    "activation",
+    "gated",
+    "clamp",
+    "gate_limit",
+    "up_limit",
+    "block_size",
+    "block_rows",
+    "shared_block_size",
+    "shared_block_rows",
+)
+
+
+def cuda_refusal(config: MoeConfig) -> Refusal | None:
+    """Why the CUDA kernels do not take this configuration, or None. The C++ check says the same (``moe.h``)."""
+    return config.check()
