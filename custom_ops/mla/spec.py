@@ -1,8 +1,8 @@
 """The op ``deltafuse::LatentAttention``, version 1: inputs, outputs, attributes, shapes, limits, tolerances.
 
 Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) keeps one latent ``c`` of width R = kv_lora_rank and one
-rotary key of width Dr = qk_rope_head_dim for every token, shared by all heads. For head h of width Dn = qk_nope_head_dim,
-values of width Dv = v_head_dim, query i and key j::
+rotary key of width Dr = qk_rope_head_dim for every token, shared by all heads. For head h of width
+Dn = qk_nope_head_dim, values of width Dv = v_head_dim, query i and key j::
 
     k_j = [c_j W_uk[h] | rope(k_rope_j)]       v_j = c_j W_uv[h]       q_i = [q_nope_i | rope(q_rope_i)]
     s_ij = scale * q_scale_i * q_i . k_j + mask_ij
@@ -12,12 +12,22 @@ Everything around that is optional and is done in this order:
 
 1. ``kv_norm_weight``: RMS norm of the latent (not of the rotary key), times the weight. The cache holds what follows.
 2. ``rope``: rotation of the queries' and keys' last Dr channels by ``cos`` and ``sin``. The cache holds rotated keys.
-3. the cache: the new tokens are appended to, or written into, what is there.
-4. the attention, over the whole cache.
+   With W = Dr a channel's cosine and sine are those at the place it is written to, with W = Dr / 2 those of its pair.
+3. the cache: the new tokens are appended to, or written into, what is there: at P (growing) or ``cache_lengths[b]``.
+4. the attention, over the whole cache. A key's position is its place in the cache, a new token's query has the position
+   of its key; ``position_ids`` are for the rotation alone.
 5. ``gate``: times sigmoid of one number a token and head.
 
 A query whose every key is masked out (minus infinity or False) gives zeros. Entries of a cache beyond its length are
-never read as numbers: they may be NaN.
+never read as numbers: they may be NaN. ``window`` counts the query's own key: 1 is that alone.
+
+8-bit caches hold the latent as codes, nearest, ties to even; new tokens are attended to as they were written. int8:
+``code * scale[channel]``, codes -127 to 127. float8: ``code * scale[token, channel // 128]``; a new token's scale is
+the largest magnitude of the group over 448, in float32 (1 where the group is all zeros). See ``quantize.py``.
+
+Wrong values are errors, found before anything is written: a position outside of the tables, a length below 0 or with
+``cache_lengths[b] + S`` above the capacity, a block id outside of the pool among the first
+``ceil((cache_lengths[b] + S) / block_size)`` of a row. Later entries of ``block_table`` are not looked at.
 """
 
 from __future__ import annotations
@@ -34,7 +44,7 @@ VERSION = 1
 
 #: Formal inputs in order. T: float32, float16 or bfloat16, one for all of them. B batch, S new tokens, H num_heads,
 #: Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim, R kv_lora_rank, P tokens in a growing cache or the capacity
-#: of a static one, L keys: P + S (growing), P (static), S (no cache). W = Dr or Dr / 2.
+#: of a static one, L keys: P + S (growing), P (static), max_blocks * block_size (paged), S (no past). W = Dr or Dr / 2.
 INPUTS: dict[str, str] = {
     "q": "T [B, S, H*(Dn+Dr)]: queries before rope; each head is nope | rope",
     "latent": "T [B, S, R]: the latent; or [B, S, R+Dr], packed latent | k_rope, when k_rope is absent and Dr > 0",
@@ -54,14 +64,14 @@ INPUTS: dict[str, str] = {
     "past_key": "T [B, H, P, Dn+Dr], optional: an expanded cache's rotated keys",
     "past_value": "T [B, H, P, Dv], optional: an expanded cache's values",
     "cache_lengths": "int32 or int64 [B], optional: the cache is static (or paged), this many tokens of it are there",
-    "block_table": "int32 [B, max_blocks], optional: the cache is paged: block_table[b, p // block_size] holds token p",
+    "block_table": "int32 [B, max_blocks], optional: the cache is paged, block_table[b, p // block_size] has token p",
     "attn_mask": "T, float32 or bool [B or 1, H or 1, S or 1, L], optional: added to the scores; False masks out",
     "gate": "T [B, S, H], optional: output gate before its activation",
 }
 
 OUTPUTS: dict[str, str] = {
     "o": "T [B, S, H*Dv]",
-    "present_latent": "past_latent's type; [B, L, its width]; static and paged: past_latent's shape, may be its buffer",
+    "present_latent": "past_latent's type (T); [B, L, width]; static, paged: past_latent's shape, may be its buffer",
     "present_k_rope": "T, likewise",
     "present_latent_scale": "float32, likewise (float8 only)",
     "present_key": "T [B, H, L, Dn+Dr]; static: past_key's shape, may be its buffer",
@@ -116,6 +126,7 @@ class MlaConfig:
     static_cache: bool = False  # cache_lengths is there
     paged: bool = False  # block_table is there
     has_mask: bool = False
+    bool_mask: bool = False  # attn_mask is bool, not a number
     has_present: bool = False
 
     @property
@@ -210,6 +221,8 @@ class MlaConfig:
             return Refusal("window", f"window {self.window}: 0 for none, or 1 or more with causal")
         if self.has_position_ids and self.rope == "none":
             return Refusal("rope", "position_ids without rope")
+        if self.bool_mask and not self.has_mask:
+            return Refusal("mask", "bool_mask without attn_mask")
         return self._check_cache()
 
     def _check_cache(self) -> Refusal | None:
