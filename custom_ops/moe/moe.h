@@ -8,7 +8,7 @@
 namespace deltafuse::moe {
 
 enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
-enum class Format : int32_t { kFloat = 0, kInt4 = 1, kUInt4 = 2, kInt8 = 3, kUInt8 = 4, kFloat8 = 5 };
+enum class Format : int32_t { kFloat = 0, kInt4 = 1, kUInt4 = 2, kInt8 = 3, kUInt8 = 4, kFloat8 = 5, kBFloat16 = 6 };
 enum class Score : int32_t { kSigmoid = 0, kSoftmax = 1 };
 enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3 };
 enum class Clamp : int32_t { kNone = 0, kBefore = 1, kAfter = 2 };

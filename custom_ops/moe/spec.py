@@ -9,16 +9,23 @@ and the shared expert beside it. For a token x of width D::
     group score = sum of the group_top largest choices of a group; the topk_group best groups stay,
                   the choices of the others become masked_score (minus infinity, or 0)
     ids    = the top_k largest choices
-    w      = scores[ids]; divided by (sum + norm_eps) with norm_topk_prob; times routed_scaling_factor
-             (masked_weights: a chosen expert of a masked group has w = 0)
+    w      = scores[ids] (masked_weights: 0 for a chosen expert of a masked group);
+             divided by (their sum + norm_eps) with norm_topk_prob; times routed_scaling_factor
     y      = sum_i w_i expert_{ids_i}(x) + shared(x)
     expert(x) = down (act(gate x) * (up x)), or down act(up x) with gated = 0
 
-Selection is the same on every target: **logits and scores are the float32 roundings of values computed in float64**,
-the group score is a float32 sum, larger first, and of equal numbers the lower index wins. NaN counts as minus infinity.
+Selection is the same on every target. **Logits and scores are the float32 roundings of values computed in float64**:
+the logits from the stored operands (router_bias added before the rounding), the scores from the rounded logits, each
+subnormal kept. Sigmoid is 1 / (1 + exp(-x)); softmax takes the maximum off first, and a NaN or +inf among a token's
+logits makes all its scores NaN. The choice is a float32 sum. The group score is a float32 sum, larger choices first. A
+choice or a group score that is NaN counts as minus infinity. Of equal numbers the lower index wins, and an expert is
+chosen once at most (one of choice minus infinity too, where nothing better is left), so ids are valid and distinct
+whatever the numbers are. Weights are computed from the scores as they are, in float32 or better: an expert with a NaN
+score, if chosen nevertheless, has a NaN weight.
 
 Weights are stored as ``nn.Linear`` has them, one row an output channel, in the type of the activations or quantized
 along the rows (input channels) in blocks, as ``DequantizeLinear`` reads them: value = (stored - zero_point) * scale.
+The last block of a row may be shorter. "bfloat16" weights are bfloat16 whatever T is, and have no scales.
 """
 
 from __future__ import annotations
@@ -33,10 +40,11 @@ DOMAIN = "deltafuse"
 OP_TYPE = "GroupedQMoE"
 VERSION = 1
 
-#: Formal inputs in order. T: float32, float16 or bfloat16. TW: T, int4, uint4, int8, uint8 or float8e4m3fn; TS: T or
-#: float32. E num_experts, D hidden size, I intermediate_size, J shared_intermediate_size, k top_k, N tokens,
-#: G = 2 with gated (gate rows, then up rows), else 1. Scales of a matrix [.., rows, cols] have the shape
-#: [.., ceil(rows / block_rows), ceil(cols / block_size)]; zero points have the scales' shape and the weights' type.
+#: Formal inputs in order. T: float32, float16 or bfloat16. TW: T, bfloat16, int4, uint4, int8, uint8 or float8e4m3fn;
+#: TS: T or float32, one for all scales of a call. E num_experts, D hidden size, I intermediate_size,
+#: J shared_intermediate_size, k top_k, N tokens, G = 2 with gated (gate rows, then up rows), else 1. Scales of a matrix
+#: [.., rows, cols] have the shape [.., ceil(rows / block_rows), ceil(cols / block_size)]; zero points have the scales'
+#: shape and the weights' type.
 INPUTS: dict[str, str] = {
     "x": "T [N, D] or [B, S, D]: tokens",
     "router_weight": "float32 or T [E, D], optional: given unless router_logits is",
@@ -74,7 +82,11 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "cuda": {"float32": 1e-3, "float16": 3e-3, "bfloat16": 1e-2, "float8_activations": 5e-2},
 }
 
-FORMATS = ("float", "int4", "uint4", "int8", "uint8", "float8")
+FORMATS = ("float", "int4", "uint4", "int8", "uint8", "float8", "bfloat16")
+#: The weight matrices: inputs are named NAME_weight, NAME_scale, NAME_zero_point.
+MATRICES = ("gate_up", "down", "shared_gate_up", "shared_down")
+#: Formats without scales.
+PLAIN_FORMATS = ("float", "bfloat16")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 SCORES = ("sigmoid", "softmax")
 
@@ -124,6 +136,13 @@ class MoeConfig:
         """The node's attributes, in a fixed order."""
         return {name: getattr(self, name) for name in ATTRIBUTES}
 
+    def weights_form(self, name: str) -> tuple[str, tuple[int, int], bool]:
+        """Format, (block_size, block_rows) and whether there are zero points, of ``"gate_up"`` .. ``"shared_down"``."""
+        if name.startswith("shared_"):
+            blocks = (self.shared_block_size, self.shared_block_rows)
+            return self.shared_format, blocks, self.shared_has_zero_point
+        return self.weight_format, (self.block_size, self.block_rows), self.has_zero_point
+
     def input_names(self) -> tuple[str, ...]:
         """Names of the formal inputs that a call of this configuration supplies."""
         shared = self.shared_intermediate_size > 0
@@ -135,14 +154,13 @@ class MoeConfig:
             "expert_bias": self.has_expert_bias,
             "shared_gate_weight": shared and self.has_shared_gate,
         }
-        for prefix, there, kind, zero in (
-            ("", True, self.weight_format, self.has_zero_point),
-            ("shared_", shared, self.shared_format, self.shared_has_zero_point),
-        ):
-            for matrix in ("gate_up", "down"):
-                have[f"{prefix}{matrix}_weight"] = there
-                have[f"{prefix}{matrix}_scale"] = there and kind != "float"
-                have[f"{prefix}{matrix}_zero_point"] = there and kind != "float" and zero
+        for matrix in MATRICES:
+            kind, _, zero = self.weights_form(matrix)
+            there = shared or not matrix.startswith("shared_")
+            quantized = there and kind not in PLAIN_FORMATS
+            have[f"{matrix}_weight"] = there
+            have[f"{matrix}_scale"] = quantized
+            have[f"{matrix}_zero_point"] = quantized and zero
         return tuple(name for name in INPUTS if have[name])
 
     def output_names(self) -> tuple[str, ...]:
@@ -212,10 +230,8 @@ class MoeConfig:
 
     def _check_blocks(self) -> Refusal | None:
         for prefix in ("", "shared_"):
-            kind = self.weight_format if not prefix else self.shared_format
-            size, rows = getattr(self, f"{prefix}block_size"), getattr(self, f"{prefix}block_rows")
-            zero = self.has_zero_point if not prefix else self.shared_has_zero_point
-            if kind == "float" and (size or rows != 1 or zero):
+            kind, (size, rows), zero = self.weights_form(f"{prefix}down")
+            if kind in PLAIN_FORMATS and (size or rows != 1 or zero):
                 return Refusal("blocks", f"{prefix}block_size {size}: the weights are not quantized")
             if size < 0 or rows < 1:
                 return Refusal("blocks", f"{prefix}block_size {size}, {prefix}block_rows {rows}")
