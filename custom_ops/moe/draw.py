@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from .packing import RANGES, ZERO_POINTS, pack
 from .spec import PLAIN_FORMATS, MoeConfig
 
 Array = NDArray[Any]
@@ -33,22 +34,6 @@ CASES = (
 )
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-STORED: dict[str, Any] = {
-    "int4": ml_dtypes.int4,
-    "uint4": ml_dtypes.uint4,
-    "int8": np.int8,
-    "uint8": np.uint8,
-    "float8": ml_dtypes.float8_e4m3fn,
-    "bfloat16": ml_dtypes.bfloat16,
-}
-#: Least and largest stored number.
-RANGES: dict[str, tuple[int, int]] = {
-    "int4": (-8, 7),
-    "uint4": (0, 15),
-    "int8": (-128, 127),
-    "uint8": (0, 255),
-    "float8": (-448, 448),
-}
 
 
 def scale_shape(shape: tuple[int, ...], block_size: int, block_rows: int) -> tuple[int, ...]:
@@ -73,7 +58,7 @@ def _weights(
         plain = size * rng.standard_normal(shape, np.float32)
         if case == "zero-scales":
             plain[..., ::3, :] = 0.0
-        return plain.astype(dtype if kind == "float" else STORED[kind]), None, None
+        return plain.astype(dtype if kind == "float" else DTYPES["bfloat16"]), None, None
     low, high = RANGES[kind]
     if kind == "float8":
         stored = np.clip(rng.standard_normal(shape, np.float32) * 100.0, low, high)
@@ -91,10 +76,10 @@ def _weights(
     zero = None
     if zero_points:
         middle = (low + high + 1) // 2
-        zero = np.clip(middle + rng.integers(-3, 4, scales), low, high).astype(STORED[kind])
+        zero = np.clip(middle + rng.integers(-3, 4, scales), low, high).astype(ZERO_POINTS[kind])
         if case == "extreme-weights":
-            zero = np.where(rng.random(scales) < 0.5, low, high).astype(STORED[kind])
-    return stored.astype(STORED[kind]), scale.astype(scale_dtype), zero
+            zero = np.where(rng.random(scales) < 0.5, low, high).astype(ZERO_POINTS[kind])
+    return pack(stored, kind), scale.astype(scale_dtype), zero
 
 
 def _router(config: MoeConfig, x: Array, rng: np.random.Generator, case: str) -> dict[str, Array]:

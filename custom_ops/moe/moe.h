@@ -13,8 +13,9 @@ enum class Score : int32_t { kSigmoid = 0, kSoftmax = 1 };
 enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3 };
 enum class Clamp : int32_t { kNone = 0, kBefore = 1, kAfter = 2 };
 
-// Weights as the model stores them: [count, rows, cols], two int4 a byte, the first in the low half. Null: absent, or
-// packed into the layer before.
+// Weights as the model stores them: [count, rows, cols], two int4 a byte, the first in the low half (cols is even
+// then). Zero points are one byte each, of 4-bit weights too: int8 for kInt4 and kInt8, uint8 for kUInt4 and kUInt8.
+// Null: absent, or packed into the layer before.
 struct Matrix {
   const void* data = nullptr;
   const void* scale = nullptr;

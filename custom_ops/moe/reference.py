@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .packing import STORED, unpack
 from .spec import TOLERANCES, MoeConfig
 
 Array = NDArray[Any]
@@ -102,7 +103,7 @@ def dequantize(
     """The numbers that stored weights ``[.., rows, cols]`` stand for.
 
     Args:
-        weight: plain floats, or quantized.
+        weight: plain floats, or stored numbers, not packed.
         scale, zero_point: ``[.., ceil(rows / block_rows), ceil(cols / block_size)]``.
         block_size: columns that share a scale; 0: all of a row.
         block_rows: rows that share a scale.
@@ -123,14 +124,15 @@ def dequantize(
 
 def matrix(config: MoeConfig, inputs: Mapping[str, Array], name: str, index: Any = slice(None)) -> Float64:
     """The float64 weights ``name`` (such as ``"shared_down"``), or those of one expert."""
-    prefix = "shared_" if name.startswith("shared_") else ""
+    kind, (block_size, block_rows), _ = config.weights_form(name)
+    stored = inputs[f"{name}_weight"][index]
     scale, zero = inputs.get(f"{name}_scale"), inputs.get(f"{name}_zero_point")
     return dequantize(
-        inputs[f"{name}_weight"][index],
+        unpack(stored, kind) if kind in STORED else stored,
         None if scale is None else scale[index],
         None if zero is None else zero[index],
-        getattr(config, f"{prefix}block_size"),
-        getattr(config, f"{prefix}block_rows"),
+        block_size,
+        block_rows,
     )
 
 

@@ -25,7 +25,9 @@ score, if chosen nevertheless, has a NaN weight.
 
 Weights are stored as ``nn.Linear`` has them, one row an output channel, in the type of the activations or quantized
 along the rows (input channels) in blocks, as ``DequantizeLinear`` reads them: value = (stored - zero_point) * scale.
-The last block of a row may be shorter. "bfloat16" weights are bfloat16 whatever T is, and have no scales.
+The last block of a row may be shorter. "bfloat16" weights are bfloat16 whatever T is, and have no scales. 4-bit and
+float8 numbers are held as uint8, the very bytes of ONNX's int4, uint4 and float8e4m3fn tensors (see ``packing.py``), so
+weight_format and shared_format say what they are.
 """
 
 from __future__ import annotations
@@ -35,16 +37,18 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..common.refusal import Refusal
+from .packing import FOUR_BIT
 
 DOMAIN = "deltafuse"
 OP_TYPE = "GroupedQMoE"
 VERSION = 1
 
-#: Formal inputs in order. T: float32, float16 or bfloat16. TW: T, bfloat16, int4, uint4, int8, uint8 or float8e4m3fn;
-#: TS: T or float32, one for all scales of a call. E num_experts, D hidden size, I intermediate_size,
-#: J shared_intermediate_size, k top_k, N tokens, G = 2 with gated (gate rows, then up rows), else 1. Scales of a matrix
-#: [.., rows, cols] have the shape [.., ceil(rows / block_rows), ceil(cols / block_size)]; zero points have the scales'
-#: shape and the weights' type.
+#: Formal inputs in order. T: float32, float16 or bfloat16. TW: T ("float"), bfloat16, int8, uint8 ("uint8"; "float8";
+#: "int4" and "uint4", whose last dimension is halved). TS: T or float32, one for all scales of a call. E num_experts,
+#: D hidden size, I intermediate_size, J shared_intermediate_size, k top_k, N tokens, G = 2 with gated (gate rows, then
+#: up rows), else 1. Scales of a matrix [.., rows, cols] have the shape
+#: [.., ceil(rows / block_rows), ceil(cols / block_size)]; zero points have the scales' shape, one byte each: int8 for
+#: int4 and int8, uint8 for uint4 and uint8.
 INPUTS: dict[str, str] = {
     "x": "T [N, D] or [B, S, D]: tokens",
     "router_weight": "float32 or T [E, D], optional: given unless router_logits is",
@@ -121,9 +125,9 @@ class MoeConfig:
     block_rows: int = 1
     shared_block_size: int = 0
     shared_block_rows: int = 1
-    # form of the operands (not attributes)
-    weight_format: str = "float"
+    weight_format: str = "float"  # one of FORMATS
     shared_format: str = "float"
+    # form of the operands (not attributes)
     has_zero_point: bool = False
     shared_has_zero_point: bool = False
     has_router_weight: bool = True  # else router_logits
@@ -229,6 +233,12 @@ class MoeConfig:
         return self._check_blocks()
 
     def _check_blocks(self) -> Refusal | None:
+        for name in MATRICES:
+            shared = name.startswith("shared_")
+            inter = self.shared_intermediate_size if shared else self.intermediate_size
+            kind, cols = self.weights_form(name)[0], inter if name.endswith("down") else self.hidden_size
+            if kind in FOUR_BIT and cols % 2:
+                return Refusal("odd-width", f"{name}_weight has rows of {cols}: {kind} needs an even number")
         for prefix in ("", "shared_"):
             kind, (size, rows), zero = self.weights_form(f"{prefix}down")
             if kind in PLAIN_FORMATS and (size or rows != 1 or zero):
@@ -266,6 +276,8 @@ ATTRIBUTES = (
     "block_rows",
     "shared_block_size",
     "shared_block_rows",
+    "weight_format",
+    "shared_format",
 )
 
 
