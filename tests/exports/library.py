@@ -42,6 +42,7 @@ class Export:
     opset: int
     nodes: int
     kda: int
+    moe: int = 0
     form: str = ""
     bindings: list[dict[str, int]] = field(default_factory=list)
     beyond: list[dict[str, int]] = field(default_factory=list)

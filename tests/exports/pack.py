@@ -51,6 +51,7 @@ def pack(
     *,
     made: str,
     kda: int,
+    moe: int = 0,
     form: str = "",
     bindings: list[dict[str, int]] | None = None,
     beyond: list[dict[str, int]] | None = None,
@@ -66,6 +67,7 @@ def pack(
         model: the export; changed in place by :func:`scrub`.
         made: how it was made, in words.
         kda: how many KDA layers it holds.
+        moe: how many mixtures of experts.
         form: how the recurrence is written: chunked, recurrent, unrolled, scan, loop, linear-attention.
         bindings: values of the symbolic dimensions at which the unfused model gives right results in ORT.
         beyond: values at which only the fused model can be right.
@@ -87,6 +89,7 @@ def pack(
         "opset": next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx")),
         "nodes": len(model.graph.node),
         "kda": kda,
+        "moe": moe,
         "form": form,
         "bindings": bindings or [{}],
         "beyond": beyond or [],

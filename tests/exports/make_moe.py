@@ -1,0 +1,135 @@
+"""Exports of hand-written mixtures of experts, each in a style of its own (``moe_side``).
+
+Usage: ``python -m exports.make_moe [NAME ...]`` with torch; no names means all.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from .moe_side import Block, D
+from .torch_side import export, fill
+
+S = Dim("S", min=2, max=256)
+BEFORE, AFTER = ("before", 0.4), ("after", 0.25)
+
+#: name -> (style, what Block takes). Every style once with the default router, then routers and experts that differ.
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "moe_dense": ("dense", {}),
+    "moe_dense_select": ("dense_select", {"shared": "none"}),
+    "moe_dense_eq": ("dense_eq", {}),
+    "moe_dense_where": ("dense_where", {}),
+    "moe_dense_onehot": ("dense_onehot", {}),
+    "moe_stacked": ("stacked", {}),
+    "moe_stacked_matmul": ("stacked_matmul", {}),
+    "moe_gather": ("gather", {}),
+    "moe_gather_joined": ("gather_matmul", {"mlp": {"form": "joined"}}),
+    "moe_gather_interleaved": ("gather_matmul", {"mlp": {"form": "interleaved"}}),
+    "moe_where": ("where", {}),
+    "moe_where_rows": ("where_rows", {}),
+    "moe_where_put": ("where_put", {}),
+    "moe_scatter_pairs": ("scatter_pairs", {}),
+    "moe_dense_pairs": ("dense_pairs", {}),
+    "moe_onehot_mask": ("gather", {"router": {"style": "onehot"}}),
+    "moe_compare_mask": ("dense", {"router": {"style": "compare"}}),
+    "moe_view_mask": ("stacked", {"router": {"style": "view"}}),
+    "moe_zero_mask": ("gather", {"router": {"fill": 0.0}}),
+    "moe_product_mask": ("stacked", {"router": {"style": "product", "fill": 0.0}}),
+    "moe_masked_weights": (
+        "gather",
+        {"router": {"score": "softmax", "bias": False, "best": "max", "fill": 0.0, "picked": "values", "norm": False}},
+    ),
+    "moe_softmax_no_groups": ("stacked", {"router": {"score": "softmax", "bias": False, "groups": (1, 1)}}),
+    "moe_values_no_groups": (
+        "gather",
+        {"router": {"bias": False, "groups": (1, 1), "picked": "values", "scale": 1.0}, "shared": "none"},
+    ),
+    "moe_unnormalised": ("dense", {"router": {"norm": False}, "shared": "gated"}),
+    "moe_eps": ("stacked", {"router": {"eps": 0.05}}),
+    "moe_linear_bias": ("gather", {"router": {"linear_bias": True}}),
+    "moe_gelu": ("stacked", {"mlp": {"act": "gelu"}}),
+    "moe_gelu_tanh": ("dense", {"mlp": {"act": "gelu_tanh"}}),
+    "moe_relu2_plain": ("dense_eq", {"mlp": {"act": "relu2", "form": "plain"}}),
+    "moe_clamp_before": ("gather", {"mlp": {"clamp": BEFORE}}),
+    "moe_clamp_after": ("dense", {"mlp": {"clamp": AFTER}}),
+    "moe_dense_interleaved": ("where_rows", {"mlp": {"form": "interleaved"}}),
+    "moe_dense_joined": ("dense_onehot", {"mlp": {"form": "joined"}, "shared": "gated"}),
+}
+
+
+def block(name: str) -> None:
+    style, settings = BLOCKS[name]
+    module = fill(Block(style, **settings))
+    x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
+    export(
+        module,
+        (x,),
+        name,
+        dynamic=({1: S},),
+        names=(["x"], ["y"]),
+        made=f"torch.onnx.export of a hand-written MoE, {style}",
+        kda=0,
+        moe=1,
+        bindings=[{"S": 3}, {"S": 17}],
+        tags=("moe", "hand-written"),
+    )
+
+
+def half(name: str, dtype: torch.dtype, opset: int, **settings: Any) -> None:
+    """A half-precision model with a float32 router."""
+    module = fill(Block(settings.pop("style", "gather"), **settings)).to(dtype)
+    for part in (module.gate.weight, module.gate.e_score_correction_bias):
+        part.data = part.data.float()
+    x = torch.randn(1, 5, D, generator=torch.Generator().manual_seed(3)).to(dtype)
+    export(
+        module,
+        (x,),
+        name,
+        dynamic=({1: S},),
+        names=(["x"], ["y"]),
+        opset=opset,
+        made=f"torch.onnx.export of a hand-written MoE, {dtype}, router in float32",
+        kda=0,
+        moe=1,
+        bindings=[{"S": 3}, {"S": 17}],
+        tolerance=5e-3,
+        loads=dtype == torch.float16,
+        tags=("moe", "hand-written"),
+    )
+
+
+def variants(wanted: list[str]) -> None:
+    """One style each with an older and a newer opset, without the optimiser, frozen, two sequences, two axes."""
+    x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
+    common: dict[str, Any] = dict(names=(["x"], ["y"]), kda=0, moe=1, tags=("moe", "hand-written"))
+    steps: dict[str, Any] = {
+        "moe_where_op18": ("where", (x,), dict(dynamic=({1: S},), opset=18, bindings=[{"S": 3}, {"S": 17}])),
+        "moe_stacked_noopt": ("stacked", (x,), dict(dynamic=({1: S},), optimize=False, bindings=[{"S": 3}, {"S": 17}])),
+        "moe_gather_op24": ("gather", (x,), dict(dynamic=({1: S},), opset=24, bindings=[{"S": 3}, {"S": 17}])),
+        "moe_dense_frozen": ("dense", (x,), {}),
+        "moe_gather_one_token": ("gather", (x[:, :1],), {}),
+        "moe_where_batch2": ("where_rows", (x.repeat(2, 1, 1),), {}),
+        "moe_gather_rows": ("gather", (x[0],), dict(dynamic=({0: S},), bindings=[{"S": 3}, {"S": 17}])),
+        "moe_legacy_stacked": ("stacked", (x,), dict(legacy=True, opset=17)),
+        "moe_legacy_gather": ("gather", (x,), dict(legacy=True, opset=17)),
+        "moe_legacy_where": ("where", (x,), dict(legacy=True, opset=17)),
+    }
+    for name, (style, args, more) in steps.items():
+        if not wanted or name in wanted:
+            export(fill(Block(style)), args, name, made=f"torch.onnx.export of a hand-written MoE, {style}", **common, **more)
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:]
+    for each in BLOCKS:
+        if not chosen or each in chosen:
+            block(each)
+    if not chosen or "moe_f16" in chosen:
+        half("moe_f16", torch.float16, 20)
+    if not chosen or "moe_bf16" in chosen:
+        half("moe_bf16", torch.bfloat16, 20, style="stacked")
+    variants(chosen)

@@ -1,0 +1,249 @@
+"""Mixtures of experts in the coding styles that people export, small, for ``make_moe``. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+D, I, E, K, G, TG = 32, 16, 8, 3, 4, 2
+
+
+class Router(nn.Module):
+    """Scores, groups, choice and weights. ``style`` says how the mask of the groups that stay is made."""
+
+    def __init__(
+        self,
+        style: str = "scatter",
+        *,
+        score: str = "sigmoid",
+        groups: tuple[int, int] = (G, TG),
+        bias: bool = True,
+        best: str = "top2",
+        fill: float = float("-inf"),
+        norm: bool = True,
+        eps: float = 1e-20,
+        scale: float = 2.5,
+        picked: str = "scores",
+        linear_bias: bool = False,
+        experts: int = E,
+        width: int = D,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, width))
+        self.linear_bias = nn.Parameter(torch.zeros(experts)) if linear_bias else None
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(experts)) if bias else None
+        self.style, self.score, self.groups, self.best, self.fill = style, score, groups, best, fill
+        self.norm, self.eps, self.scale, self.picked = norm, eps, scale, picked
+
+    def mask(self, index: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """1 for the groups that stay, [N, G]."""
+        if self.style == "onehot":
+            return F.one_hot(index, total.shape[-1]).sum(1).to(total.dtype)
+        if self.style == "compare":
+            return (index.unsqueeze(-1) == torch.arange(total.shape[-1])).any(1).to(total.dtype)
+        return torch.zeros_like(total).scatter_(1, index, 1)
+
+    def forward(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count, experts = h.shape[0], self.weight.shape[0]
+        logits = F.linear(h.float(), self.weight.float(), self.linear_bias)
+        scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
+        choice = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
+        groups, kept = self.groups
+        if groups > 1:
+            parts = choice.view(count, groups, -1)
+            total = parts.topk(2, dim=-1)[0].sum(-1) if self.best == "top2" else parts.max(-1).values
+            mask = self.mask(torch.topk(total, k=kept, dim=-1, sorted=False)[1], total)
+            if self.style == "view":  # masked per group, then flattened
+                choice = parts.masked_fill(mask.unsqueeze(-1) == 0, self.fill).reshape(count, -1)
+            elif self.style == "product":  # zeros by multiplication
+                choice = choice * mask.repeat_interleave(experts // groups, dim=1)
+            else:
+                wide = mask.unsqueeze(-1).expand(count, groups, experts // groups).reshape(count, -1)
+                choice = choice.masked_fill(~wide.bool(), self.fill)
+        values, ids = torch.topk(choice, k=K, dim=-1, sorted=False)
+        weights = values if self.picked == "values" else scores.gather(1, ids)
+        if self.norm:
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
+        return ids, weights * self.scale
+
+
+ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class Mlp(nn.Module):
+    """One expert: gate and up apart or joined, an activation, a clamp before or after it."""
+
+    def __init__(self, act: str = "silu", clamp: tuple[str, float] | None = None, inter: int = I, form: str = "apart"):
+        super().__init__()
+        self.act, self.clamp, self.form = ACTS[act], clamp, form
+        if form == "apart":
+            self.gate_proj, self.up_proj = nn.Linear(D, inter, bias=False), nn.Linear(D, inter, bias=False)
+        else:
+            self.gate_up = nn.Linear(D, inter if form == "plain" else 2 * inter, bias=False)
+        self.down_proj = nn.Linear(inter, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.form == "apart":
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        elif self.form == "plain":
+            return self.down_proj(self.act(self.gate_up(x)))
+        elif self.form == "interleaved":
+            both = self.gate_up(x)
+            gate, up = both[..., ::2], both[..., 1::2]
+        else:
+            gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down_proj(activated(gate, up, self.act, self.clamp))
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor, act: Callable[..., Any], clamp: Any) -> torch.Tensor:
+    """act(gate) * up with the clamp."""
+    if clamp and clamp[0] == "before":
+        return act(gate.clamp(max=clamp[1])) * up.clamp(-clamp[1], clamp[1])
+    if clamp:
+        return act(gate).clamp(max=clamp[1]) * up.clamp(-clamp[1], clamp[1])
+    return act(gate) * up
+
+
+class Block(nn.Module):
+    """Router, experts written in ``style``, and what is added to them."""
+
+    def __init__(
+        self,
+        style: str,
+        *,
+        router: dict[str, Any] | None = None,
+        mlp: dict[str, Any] | None = None,
+        shared: str = "plain",
+        inputs: str = "sequence",
+    ) -> None:
+        super().__init__()
+        self.style, self.inputs = style, inputs
+        self.gate = Router(**(router or {}))
+        self.mlp = mlp or {}
+        self.experts = nn.ModuleList([Mlp(**self.mlp) for _ in range(E)])
+        self.shared_experts = Mlp(**self.mlp) if shared != "none" else None
+        self.shared_gate = nn.Linear(D, 1, bias=False) if shared == "gated" else None
+
+    def stack(self, name: str) -> torch.Tensor:
+        return torch.stack([getattr(e, name).weight for e in self.experts])
+
+    def act(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return activated(gate, up, ACTS[self.mlp.get("act", "silu")], self.mlp.get("clamp"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.reshape(-1, D)
+        ids, weights = self.gate(h)
+        y = getattr(self, f"_{self.style}")(h, ids, weights.to(h.dtype)).view(x.shape)
+        if self.shared_experts is None:
+            return y
+        beside = self.shared_experts(x)
+        return y + (beside if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * beside)
+
+    # --- every expert on every token -----------------------------------------------------------------------------
+
+    def _dense(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        return sum(self.experts[e](h) * full[:, e : e + 1] for e in range(E))  # type: ignore[return-value]
+
+    def _dense_select(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        out = torch.zeros_like(h)
+        for e in range(E):
+            out = out + full[:, e].unsqueeze(-1) * self.experts[e](h)
+        return out
+
+    def _dense_eq(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(h)
+        for e in range(E):
+            out = out + self.experts[e](h) * (w * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+    def _dense_where(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(h)
+        for e in range(E):
+            out = out + self.experts[e](h) * torch.where(ids == e, w, 0.0).sum(-1, keepdim=True)
+        return out
+
+    def _dense_onehot(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = (F.one_hot(ids, E).to(w.dtype) * w.unsqueeze(-1)).sum(1)
+        every = torch.stack([expert(h) for expert in self.experts], dim=1)
+        return (every * full.unsqueeze(-1)).sum(1)
+
+    def _stacked(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        gate = torch.einsum("nd,eid->eni", h, self.stack("gate_proj"))
+        up = torch.einsum("nd,eid->eni", h, self.stack("up_proj"))
+        return torch.einsum("eni,edi,ne->nd", self.act(gate, up), self.stack("down_proj"), full)
+
+    def _stacked_matmul(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        rows = h.unsqueeze(0).expand(E, -1, -1)
+        gate, up = (torch.bmm(rows, self.stack(n).transpose(1, 2)) for n in ("gate_proj", "up_proj"))
+        out = torch.bmm(self.act(gate, up), self.stack("down_proj").transpose(1, 2))
+        return (out * full.t().unsqueeze(-1)).sum(0)
+
+    # --- weights gathered for each choice ------------------------------------------------------------------------
+
+    def _gather(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        gate = torch.einsum("nd,nkid->nki", h, self.stack("gate_proj")[ids])
+        up = torch.einsum("nd,nkid->nki", h, self.stack("up_proj")[ids])
+        out = torch.einsum("nki,nkdi->nkd", self.act(gate, up), self.stack("down_proj")[ids])
+        return (out * w[..., None]).sum(1)
+
+    def _gather_matmul(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        wide = torch.index_select(self.stack("gate_up"), 0, ids.reshape(-1)).view(*ids.shape, 2 * I, D)
+        both = torch.matmul(wide, h[:, None, :, None]).squeeze(-1)
+        gate, up = (both[..., ::2], both[..., 1::2]) if self.mlp["form"] == "interleaved" else both.chunk(2, -1)
+        down = torch.index_select(self.stack("down_proj"), 0, ids.reshape(-1)).view(*ids.shape, D, I)
+        out = torch.matmul(down, self.act(gate, up).unsqueeze(-1)).squeeze(-1)
+        return torch.matmul(w.unsqueeze(1), out).squeeze(1)
+
+    # --- loops over experts --------------------------------------------------------------------------------------
+
+    def _where(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out, mask = torch.zeros_like(h), F.one_hot(ids, E).permute(2, 1, 0)
+        for e in range(E):
+            slot, token = torch.where(mask[e])
+            out.index_add_(0, token, self.experts[e](h[token]) * w[token, slot, None])
+        return out
+
+    def _where_rows(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(h)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](h[token]) * w[token, slot, None])
+        return out
+
+    def _where_put(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Mixtral's older loop, and out[token] += ..."""
+        out = torch.zeros_like(h)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            out[token] += self.experts[e](h[token]) * w[token, slot].unsqueeze(-1)
+        return out
+
+    def _scatter_pairs(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """DeepSeek's training loop: a row for each choice, each expert writes its own."""
+        flat, rows = ids.reshape(-1), h.repeat_interleave(K, dim=0)
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            place = torch.where(flat == e)[0]
+            out[place] = self.experts[e](rows[place])
+        return (out.view(*ids.shape, D) * w.unsqueeze(-1)).sum(1)
+
+    def _dense_pairs(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """As the loop above, with a mask instead of an index: static shapes."""
+        flat, rows = ids.reshape(-1), h.repeat_interleave(K, dim=0)
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            out = torch.where((flat == e).unsqueeze(-1), self.experts[e](rows), out)
+        return (out.view(*ids.shape, D) * w.unsqueeze(-1)).sum(1)
