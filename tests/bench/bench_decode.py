@@ -73,7 +73,7 @@ def time_runner(runner: Any, batch: int, steps: int) -> dict[str, float]:
 
 def time_replays(runner: Any, steps: int) -> float:
     """Nothing but launches of the captured graphs: no input is written, no output read."""
-    plan = next(plan for plan in runner._plans.values() if plan.graphs)
+    plan = next(plan for plan in reversed(runner._plans.values()) if plan.graphs)  # the batch that ran last
 
     def block() -> None:
         for i in range(steps):
@@ -83,13 +83,15 @@ def time_replays(runner: Any, steps: int) -> float:
     return median_ms(block, steps)
 
 
-def time_plain_session(model: Path, device: str, batch: int, steps: int, *, plugin: bool) -> float:
-    """``session.run`` with NumPy states in and out: what a program does that knows nothing of bindings."""
+def plain_session(model: Path, device: str, *, plugin: bool) -> Any:
     if plugin:
-        session = deltafuse.session(model, device, sess_options=options(), strict=True)
-    else:
-        first = [("CUDAExecutionProvider", {"device_id": 0})] if device != "cpu" else []
-        session = ort.InferenceSession(model, options(), providers=[*first, "CPUExecutionProvider"])
+        return deltafuse.session(model, device, sess_options=options(), strict=True)
+    first = [("CUDAExecutionProvider", {"device_id": 0})] if device != "cpu" else []
+    return ort.InferenceSession(model, options(), providers=[*first, "CPUExecutionProvider"])
+
+
+def time_plain_session(session: Any, batch: int, steps: int) -> float:
+    """``session.run`` with NumPy states in and out: what a program does that knows nothing of bindings."""
     kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
     states = [
         np.zeros([batch if size == "batch" else size for size in value.shape], kinds[value.type])
@@ -127,32 +129,48 @@ def floor_ms(weights: int, size: ModelSize, batch: int) -> float:
     return 1e3 * (weights + 2 * batch * size.layers * state) / COPY_BYTES_PER_S
 
 
-def measure(model: Path, weights: int, size: ModelSize, device: str, batch: int, steps: int) -> dict[str, Any]:
-    feeds = {"input_ids": np.arange(batch, dtype=np.int64)[:, None]}
-    row: dict[str, Any] = {"batch": batch, "floor_ms": floor_ms(weights, size, batch)}
+def measure(model: Path, rows: list[dict[str, Any]], device: str, steps: int, save: Callable[[], None]) -> None:
+    """Fill in the rows, one a batch: each session is made once, since that takes longer than what is timed in it."""
     want = "never" if device == "cpu" else "always"
     how: dict[str, Any] = {"device": device, "strict": True}
+
+    def feeds(row: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": np.arange(row["batch"], dtype=np.int64)[:, None]}
+
+    def replayed(runner: Any, row: dict[str, Any], name: str) -> None:
+        row[name] = time_runner(runner, row["batch"], steps)
+        row[name]["launches_only_ms"] = time_replays(runner, steps)
+        save()
+
+    def prepare(runner: Any, row: dict[str, Any]) -> None:
+        runner.reset()
+        if want == "always" and not runner.prepare(feeds(row)):
+            raise SystemExit(f"not captured: {runner.not_captured}")
+
     with deltafuse.capture(model, graphs="never", sess_options=options(), **how) as eager:
-        row["eager"] = time_runner(eager, batch, steps)
-        with deltafuse.capture(model, graphs=want, sess_options=options(), **how) as graphs:
-            if want == "always":
-                if not graphs.prepare(feeds):
-                    raise SystemExit(f"not captured: {graphs.not_captured}")
-                check(graphs, eager, batch)
-                row["replayed"] = time_runner(graphs, batch, steps)
-                row["replayed"]["launches_only_ms"] = time_replays(graphs, steps)
+        for row in rows:
+            eager.reset()
+            row["eager"] = time_runner(eager, row["batch"], steps)
+            save()
+        if want == "always":
+            with deltafuse.capture(model, graphs=want, sess_options=options(), **how) as graphs:
+                for row in rows:
+                    prepare(graphs, row)
+                    check(graphs, eager, row["batch"])
+                    replayed(graphs, row, "replayed")
     gc.collect()
     if want == "always":
         with deltafuse.capture(model, graphs="always", in_place=True, sess_options=options(), **how) as graphs:
-            if not graphs.prepare(feeds):
-                raise SystemExit(f"in place, not captured: {graphs.not_captured}")
-            row["replayed_in_place"] = time_runner(graphs, batch, steps)
-            row["replayed_in_place"]["launches_only_ms"] = time_replays(graphs, steps)
+            for row in rows:
+                prepare(graphs, row)
+                replayed(graphs, row, "replayed_in_place")
         gc.collect()
-    few = max(steps // (5 * batch), 2)
-    row["plain_session_ms"] = time_plain_session(model, device, batch, few, plugin=True)
-    row["plain_session_bodies_ms"] = time_plain_session(model, device, batch, few, plugin=False)
-    return row
+    for name, plugin in (("plain_session_ms", True), ("plain_session_bodies_ms", False)):
+        session = plain_session(model, device, plugin=plugin)
+        for row in rows:
+            few = max(steps // (5 * row["batch"]), 2)
+            row[name] = time_plain_session(session, row["batch"], few)
+            save()
 
 
 def machine() -> dict[str, str]:
@@ -188,12 +206,17 @@ def main() -> int:
         weights = sum(path.stat().st_size for path in Path(folder).iterdir())
         result["weights_bytes"] = weights
         print(f"{size.layers} layers, {weights / 2**20:.0f} MiB, {size.dtype}, {result['machine']['gpu']}")
-        for batch in arguments.batches:
-            row = measure(model, weights, size, arguments.device, batch, arguments.steps)
-            result["rows"].append(row)
+        rows = [{"batch": batch, "floor_ms": floor_ms(weights, size, batch)} for batch in arguments.batches]
+        result["rows"] = rows
+
+        def save() -> None:
+            """After each figure: what was measured outlives a run that is cut short."""
+            if arguments.out:
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+        measure(model, rows, arguments.device, arguments.steps, save)
+        for row in rows:
             print(json.dumps(row), flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
