@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from ..custom_ops.common.refusal import Refusal
-from ..custom_ops.kda.spec import KdaConfig
+from .op import FusedOp
 from .region import Region
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A value of the graph and how to bring it to the op's layout: transpose, then reshape (ONNX Reshape rules)."""
+    """A value of the graph and how to bring it to the op's layout: transpose, then reshape (ONNX Reshape rules).
+
+    ``axes`` names the sizes of the value's own axes for proofs: "batch", "tokens", "past + tokens", None for others.
+    An op may know them without being told (:meth:`FusedOp.axes_of`).
+    """
 
     value: ir.Value
     permutation: tuple[int, ...] | None = None
     reshape: tuple[int, ...] | None = None
+    axes: tuple[str | None, ...] = ()
 
     @property
     def adds_time(self) -> bool:
@@ -39,14 +45,24 @@ class Operand:
 class Parameter:
     """One parameter of the op, computed from constants of the graph.
 
-    ``compute`` takes the constants' arrays in the order of ``sources`` and gives float32, or None when these values
-    can't be this parameter (a decay rate that is not positive, say). ``positive``: the proof's perturbation of the
-    sources keeps their sign.
+    Attributes:
+        sources: the constants.
+        compute: takes their arrays in this order and gives the parameter's, or None when these values can't be this
+            parameter (a decay rate that is not positive, say). None in its place: the one source is the parameter as
+            it stands, and the rewrite reads the graph's own value, copying nothing.
+        positive: the proof's perturbation of the sources keeps their sign.
+        noise: how strongly the proof perturbs the sources: the noise's standard deviation.
+        shape: the parameter's shape. With it the rewrite computes the array only when the model is saved or run, which
+            large weights need; without it at once.
+        form: tells ``compute`` functions apart that read the same sources; part of the structure.
     """
 
     sources: tuple[ir.Value, ...]
-    compute: Callable[[Sequence[np.ndarray]], np.ndarray | None]
+    compute: Callable[[Sequence[np.ndarray]], np.ndarray | None] | None
     positive: bool = False
+    noise: float = 0.3
+    shape: tuple[int, ...] | None = None
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,11 +81,12 @@ class Result:
 
 @dataclass
 class Candidate:
-    """A proposed rewrite of one KDA block."""
+    """A proposed rewrite of one block: a call of ``op`` with ``config``, the op's own configuration type."""
 
+    op: FusedOp
     name: str
     form: str
-    config: KdaConfig
+    config: Any
     operands: dict[str, Operand]
     parameters: dict[str, Parameter]
     results: dict[str, Result]

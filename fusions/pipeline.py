@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from .cleanup import cleanup_passes
+from .fuse import FusePass
 from .kda.fuse import FuseKda
 from .passes import Pass, PassManager, Progress
 from .proof import ProofBudget
@@ -15,6 +17,8 @@ from .result import FusionReport, PassReport
 from .rewrite import remove_unused
 
 TARGETS = ("plugin", "portable")
+#: The ops' passes, in the order in which they run.
+FUSERS: tuple[type[FusePass], ...] = (FuseKda,)
 
 
 class InlineFunctions(Pass):
@@ -46,6 +50,7 @@ def fuse_model(
     dry_run: bool = False,
     proof_budget: ProofBudget | None = None,
     progress: Progress | None = None,
+    fusions: Collection[str] | None = None,
 ) -> FusionReport:
     """Fuse what can be recognised and proved.
 
@@ -56,6 +61,7 @@ def fuse_model(
         dry_run: recognise and prove, change nothing; the report's model is None then.
         proof_budget: memory and time of one structure's proof.
         progress: called with (what, done, total).
+        fusions: keys of the fusions to look for; None: all that there are.
 
     Returns:
         The report, with the new model.
@@ -68,12 +74,16 @@ def fuse_model(
     start = time.perf_counter()
     report = FusionReport(target=target, verify=verify, dry_run=dry_run, nodes_before=count_nodes(model))
     work = model.clone()
-    fuse = FuseKda(verify=verify, apply=not dry_run, budget=proof_budget, progress=progress)
-    passes: list[Pass] = [*cleanup_passes(), fuse]
+    fusers = [
+        fuser(verify=verify, apply=not dry_run, budget=proof_budget, progress=progress)
+        for fuser in FUSERS
+        if fusions is None or fuser.op.key in fusions
+    ]
+    passes: list[Pass] = [*cleanup_passes(), *fusers]
     if target == "portable" and not dry_run:
         passes.append(InlineFunctions())
     report.passes = PassManager(passes, progress)(work)
-    report.regions = fuse.regions
+    report.regions = [region for fuser in fusers for region in fuser.regions]
     report.repairs = [n for p in report.passes if p.name.startswith("repair") for n in p.notes]
     report.repairs += [f"{r.name}: {n}" for r in report.regions for n in r.notes if n.startswith("repaired")]
     if not dry_run:

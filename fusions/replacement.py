@@ -12,10 +12,14 @@ import numpy as np
 import onnx_ir as ir
 
 from ..custom_ops.common.refusal import Refusal
-from ..custom_ops.kda import body, call
-from .candidate import Candidate, Operand, Result
+from .candidate import Candidate, Operand, Parameter, Result
+from .graph import GraphView
+from .op import FLOAT
+from .parameters import is_float, parameter_array
 
 Names = Callable[[str], str]
+#: A parameter for the new nodes: an array, a tensor that is computed when it is read, or a value of the graph itself.
+Given = np.ndarray | ir.TensorProtocol | ir.Value
 
 
 @dataclass
@@ -33,10 +37,12 @@ class _Builder:
         self.names, self.prefix = names, prefix
         self.result = Replacement()
 
-    def initializer(self, hint: str, array: np.ndarray) -> ir.Value:
+    def initializer(self, hint: str, array: np.ndarray | ir.TensorProtocol) -> ir.Value:
         name = self.names(f"{self.prefix}.{hint}")
-        tensor = ir.tensor(array, name=name)
-        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        tensor = ir.tensor(array) if isinstance(array, np.ndarray) else array
+        tensor.name = name
+        shape = ir.Shape(list(tensor.shape.numpy()))
+        value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.result.initializers.append(value)
         return value
 
@@ -112,42 +118,10 @@ def type_refusal(candidate: Candidate) -> Refusal | None:
     return None
 
 
-def element_type(candidate: Candidate, types: Mapping[ir.Value, ir.DataType | None]) -> ir.DataType:
-    """T of the call: the operands' common type, or float32 when they differ."""
-    names = ("q", "k", "v", "g", "beta", "gate", "conv_state")
-    found = {
-        types[p.value]
-        for n in names
-        if n in candidate.operands
-        for p in candidate.operands[n].pieces
-        if types[p.value] is not None
-    }
-    if len(found) == 1 and (only := next(iter(found))) in (
-        ir.DataType.FLOAT,
-        ir.DataType.FLOAT16,
-        ir.DataType.BFLOAT16,
-    ):
-        assert only is not None
-        return only
-    return ir.DataType.FLOAT
-
-
-def state_type(candidate: Candidate) -> ir.DataType:
-    """TS of the call: the type of the state that comes in, or goes out, in the graph; float32 without one."""
-    values = (
-        [p.value for p in candidate.operands["initial_state"].pieces] if "initial_state" in candidate.operands else []
-    )
-    values += list(candidate.results["final_state"].targets) if "final_state" in candidate.results else []
-    for value in values:
-        if value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
-            return value.dtype
-    return ir.DataType.FLOAT
-
-
 def replacement(
     candidate: Candidate,
     bind: Mapping[ir.Value, ir.Value],
-    parameters: Mapping[str, np.ndarray],
+    parameters: Mapping[str, Given],
     names: Names,
     prefix: str,
     opset: int,
@@ -158,26 +132,22 @@ def replacement(
 
     Args:
         bind: for each of the candidate's input values, the value to read.
-        parameters: the op's parameters, float32.
+        parameters: the op's parameters, in the types that the call needs.
         names: makes a name unique in the graph.
         opset: the model's default-domain opset, which the function body is written for.
         float32: build for a graph whose floats are all float32, as proofs run it.
     """
     builder = _Builder(names, prefix)
-    types = {v: v.dtype for v in candidate.input_values()}
-    dtype = ir.DataType.FLOAT if float32 else element_type(candidate, types)
-    state = ir.DataType.FLOAT if float32 else state_type(candidate)
+    op = candidate.op
+    dtype = FLOAT if float32 else op.element_type(candidate)
+    state = FLOAT if float32 else op.state_type(candidate)
     inputs: dict[str, ir.Value] = {}
     for name, operand in candidate.operands.items():
-        want = state if name == "initial_state" else dtype
+        want = {"T": dtype, "TS": state, "float32": FLOAT}.get(op.kind_of(name))
         inputs[name] = builder.operand(name, operand, bind, want)
-    for name, array in parameters.items():
-        inputs[name] = builder.initializer(name, array)
-    function = body.build_function(candidate.config, opset, dtype, state, seq_len=1 if candidate.one_token else None)
-    node = call.make_node(
-        candidate.config, inputs, dtype, state, seq_len=1 if candidate.one_token else None, name=names(prefix)
-    )
-    outputs = dict(zip(candidate.config.output_names(), [v for v in node.outputs if v.name != ""], strict=True))
+    for name, given in parameters.items():
+        inputs[name] = given if isinstance(given, ir.Value) else builder.initializer(name, given)
+    function, node, outputs = op.make_call(candidate, inputs, opset, dtype, state, names(prefix))
     for name, value in outputs.items():
         value.name = names(f"{prefix}.{name}")
     builder.result.nodes.append(node)
@@ -185,3 +155,45 @@ def replacement(
     for name, result in candidate.results.items():
         builder.results(name, result, outputs[name], cast=not float32)
     return builder.result
+
+
+def given_parameters(view: GraphView, candidate: Candidate) -> dict[str, Given]:
+    """The parameters of a rewrite: graph values as they stand, computed arrays, large ones computed when they are read.
+
+    Raises:
+        ProofImpossible: a constant that can't be the parameter it should be.
+    """
+    op = candidate.op
+    kinds = {"T": op.element_type(candidate), "TS": op.state_type(candidate), "float32": FLOAT}
+    found: dict[str, Given] = {}
+    for name, parameter in candidate.parameters.items():
+        want = kinds.get(op.kind_of(name))
+        source = parameter.sources[0]
+        if parameter.compute is None and (want is None or source.dtype == want):
+            found[name] = source
+        elif parameter.shape is None or any(s.producer() is not None for s in parameter.sources):
+            found[name] = _in_type(parameter_array(view, name, parameter), want)
+        else:
+            if want is None:
+                want = source.dtype
+            assert want is not None
+            found[name] = ir.LazyTensor(_Compute(view, name, parameter, want), want, ir.Shape(parameter.shape))
+    return found
+
+
+def _in_type(array: np.ndarray, dtype: ir.DataType | None) -> np.ndarray:
+    return array if dtype is None or not is_float(array.dtype) else array.astype(dtype.numpy())
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """Makes a large parameter when it is asked for. The graph's constants behind it outlive their nodes."""
+
+    view: GraphView
+    name: str
+    parameter: Parameter
+    dtype: ir.DataType
+
+    def __call__(self) -> ir.TensorProtocol:
+        array = _in_type(parameter_array(self.view, self.name, self.parameter), self.dtype)
+        return ir.tensor(array, dtype=self.dtype)

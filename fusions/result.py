@@ -21,7 +21,8 @@ class ProofReport:
 
     ``error`` is the worst relative L2 error over outputs and cases; ``cases`` has each case's name, tokens,
     errors and seed; ``structure`` is the region's structural hash; ``reused`` tells that another region of the
-    same structure carried the proof. ``heads``: the query heads it was run on, when the region was cut down to some.
+    same structure carried the proof. ``heads``: the query heads that it was run on, when the
+    region was cut down to some (or whatever else the op is cut along).
     """
 
     proved: bool
@@ -41,7 +42,7 @@ class ProofReport:
 class RegionReport:
     """One candidate: what it is, where, and what became of it."""
 
-    op: str  # "kda"
+    op: str  # the op's key in registry/ops.py: "kda", "mla"
     name: str  # the layer's scope where there is one, else the anchor node's name or position
     status: str  # "fused" | "fused-unproved" | "recognised" (dry run, inspect) | "refused"
     nodes: int = 0  # nodes of the region, subgraphs counted

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from ..custom_ops.kda import call
 from .candidate import Candidate
 from .graph import GraphView, subgraphs_of
-from .replacement import replacement
+from .replacement import Given, replacement
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A candidate that is to be applied, with the op's parameters (float32 arrays)."""
+    """A candidate that is to be applied, with the op's parameters (:func:`replacement.given_parameters`)."""
 
     candidate: Candidate
-    parameters: dict[str, np.ndarray]
+    parameters: dict[str, Given]
 
 
 class UniqueNames:
@@ -48,7 +46,7 @@ def rewrite(model: ir.Model, view: GraphView, accepted: list[Accepted]) -> None:
     for i, item in enumerate(accepted):
         candidate = item.candidate
         bind = {v: v for v in candidate.input_values()}
-        prefix = names(f"kda.{i}")
+        prefix = names(f"{candidate.op.key}.{i}")
         built = replacement(candidate, bind, item.parameters, names, prefix, graph.opset_imports[""])
         anchor = max(
             (p for v in candidate.output_values() if (p := v.producer()) is not None), key=view.position.__getitem__
@@ -57,7 +55,7 @@ def rewrite(model: ir.Model, view: GraphView, accepted: list[Accepted]) -> None:
             graph.register_initializer(value)
         graph.insert_before(anchor, built.nodes)
         assert built.function is not None
-        call.attach(model, built.function)
+        candidate.op.attach(model, built.function)
         for old, new in built.outputs.items():
             _take_over(graph, old, new, names)
     remove_unused(model)

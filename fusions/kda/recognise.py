@@ -14,6 +14,7 @@ from ...custom_ops.kda.spec import KdaConfig
 from ..candidate import Candidate, Operand, Parameter, Piece, Result
 from ..graph import GraphView, is_op, rank_of, static_dims
 from ..region import Region, backward, cuts, mark_dependents
+from .op import KDA
 from .operands import (
     before_norm,
     convolutions,
@@ -225,6 +226,7 @@ def _candidate(
         return None
     one_token = is_one_token(operands)
     return Candidate(
+        KDA,
         site.name,
         site.form,
         config,

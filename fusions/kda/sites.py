@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ..graph import FLOAT_TYPES, GraphView, is_op, rank_of, subgraphs_of
+from ..fuse import Place
+from ..graph import FLOAT_TYPES, GraphView, is_op, rank_of
 from ..region import Region, RegionTooLarge, backward, forward_to_borders, mark_dependents
 
 #: Ops that a KDA block never holds: a region with one of them is another block (attention, routing).
@@ -16,15 +17,11 @@ _FOREIGN = frozenset({"Softmax", "TopK", "Attention", "NonZero", "LSTM", "GRU", 
 
 
 @dataclass
-class Site:
-    """A block's output ``x``, the anchors that it depends on, and other graph outputs that they reach."""
+class Site(Place):
+    """A block that ends in ``x``, the anchors that it depends on, and other graph outputs that they reach."""
 
-    x: ir.Value
-    region: Region
-    anchors: list[ir.Node]
-    form: str
-    name: str
-    others: list[ir.Value] = field(default_factory=list)
+    x: ir.Value = field(kw_only=True)
+    others: list[ir.Value] = field(default_factory=list, kw_only=True)
 
 
 def is_anchor(view: GraphView, node: ir.Node) -> bool:
@@ -87,7 +84,8 @@ def _sites_of(view: GraphView, anchor: ir.Node) -> list[Site]:
             continue
         mark_dependents(view, region, anchors)
         others = [v for v in results if v is not x]
-        found.append(Site(x, region, anchors, form_of(view, region, anchors), name_of(anchors[0], view), others))
+        form, name = form_of(view, region, anchors), name_of(anchors[0], view)
+        found.append(Site(name, form, region, anchors, x=x, others=others))
     return found
 
 
@@ -128,15 +126,3 @@ def name_of(anchor: ir.Node, view: GraphView) -> str:
     if anchor.name:
         return anchor.name
     return f"{anchor.op_type}@{view.position[anchor]}"
-
-
-def region_size(region: Region) -> int:
-    """Nodes of the region, those in subgraphs counted too."""
-    total = 0
-    stack = list(region.nodes)
-    while stack:
-        node = stack.pop()
-        total += 1
-        for graph in subgraphs_of(node):
-            stack.extend(graph)
-    return total

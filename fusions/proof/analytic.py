@@ -4,7 +4,7 @@ Then it can't tell inputs apart that the proof never draws: two analytic functio
 agree everywhere. A clamp, a comparison, a branch or a rounding could be invisible on all drawn inputs and matter on
 others; so could a steep activation, for all numbers can show. The steps that the recogniser understood (a softplus with
 its linear branch, a norm with its floor, a sigmoid) are known in closed form, and the op does the same. Outside of them
-a region may hold sums, products, exponentials and moves, which is all that the recurrence needs in any of its forms.
+a region may hold sums, products, exponentials and moves, which is all that a recurrence needs in any of its forms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from ..candidate import Candidate
 from ..graph import FLOAT_TYPES, GraphView, is_op, subgraphs_of
-from ..region import backward
 from .extract import Extract
 
 #: Sums, products, exponentials: analytic everywhere.
@@ -38,13 +37,17 @@ def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str
     for node in extract.nodes:
         if any(v in told for v in view.inputs_of(node)):
             told.update(node.outputs)
-        elif node.op_type in _COUNTING and not all(view.is_const(v) for v in node.outputs):
+        elif (
+            node.op_type in _COUNTING
+            and node not in candidate.explained
+            and not all(view.is_const(v) for v in node.outputs)
+        ):
             # what hangs on no operand hangs on lengths
             return f"{node.op_type} {node.name!r} turns positions or lengths into values"
         if node in candidate.explained or all(view.is_const(v) for v in node.outputs):
             continue
         found = _node(view, node)
-        if found is not None and not _holds_decays(view, candidate, node):
+        if found is not None and not candidate.op.allows(view, candidate, node):
             return found
     return None
 
@@ -123,24 +126,3 @@ def _picks_constants(view: GraphView, node: ir.Node) -> bool:
 def _is_mask(view: GraphView, node: ir.Node) -> bool:
     """`Where` with a constant condition. One that is made from lengths may switch where no proof looks."""
     return is_op(node, "Where") and node.inputs[0] is not None and view.is_const(node.inputs[0])
-
-
-def _holds_decays(view: GraphView, candidate: Candidate, node: ir.Node) -> bool:
-    """An upper bound of 0 on an exponent that is made of log decays alone.
-
-    Chunked forms write ``exp(min(G_i - G_j, 0))``. With the gate's formula recognised, log decays are never positive,
-    so the sign of each such difference is the same for all inputs: the bound switches nowhere.
-    """
-    if not is_op(node, "Clip", "Min") or candidate.config.gate_activation == "none":
-        return False
-    bounds = [view.scalar(v) for v in node.inputs[1:] if v is not None]
-    low_free = node.op_type == "Min" or len(node.inputs) < 2 or node.inputs[1] is None
-    users = view.users(node.outputs[0])
-    if bounds != [0.0] or not low_free or not users or not all(is_op(u, "Exp") for u in users):
-        return False
-    source = node.inputs[0]
-    gate = {p.value for p in candidate.operands["g"].pieces}
-    if source is None:
-        return False
-    borders = backward(view, [source], lambda v: v in gate or view.is_border(v)).borders
-    return set(borders) <= gate

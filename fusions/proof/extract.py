@@ -10,8 +10,9 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from ..graph import GraphView, is_op
-from .dims import concrete, symbol
+from ..dims import concrete, symbol
+from ..graph import FLOAT_TYPES, GraphView, is_op
+from ..parameters import is_float
 
 
 class NotExtractable(Exception):
@@ -90,10 +91,7 @@ class Extract:
 
     def shape_feeds(self, env: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Feeds for the values of which only the shape counts; ``env`` has the numbers of the symbolic dims."""
-        return {
-            _name(v): np.zeros(concrete(v, env), np.int64 if self.view.is_integer(v) else np.float32)
-            for v in self.shape_inputs
-        }
+        return {_name(v): np.zeros(concrete(v, env), proof_type(v).numpy()) for v in self.shape_inputs}
 
     def model(
         self, arrays: Mapping[ir.Value, np.ndarray], kind: int = TensorProto.FLOAT, cut: Cut | None = None
@@ -107,12 +105,13 @@ class Extract:
         """
         widen = _Widen(kind)
         graph_inputs = [
-            helper.make_tensor_value_info(_name(v), kind, _shape(v) if cut is None else cut.shapes[v])
+            helper.make_tensor_value_info(
+                _name(v), _element(v, kind), _shape(v) if cut is None or v not in cut.shapes else cut.shapes[v]
+            )
             for v in self.inputs
         ]
         for value in self.shape_inputs:
-            element = TensorProto.INT64 if self.view.is_integer(value) else kind
-            graph_inputs.append(helper.make_tensor_value_info(_name(value), element, _shape(value)))
+            graph_inputs.append(helper.make_tensor_value_info(_name(value), _element(value, kind), _shape(value)))
         initializers = [self._initializer(v, arrays.get(v), widen) for v in self.constants]
         if cut is None:
             nodes = [ir.to_proto(n) for n in self.nodes]
@@ -140,9 +139,21 @@ class Extract:
         if array is None:
             assert value.const_value is not None
             array = value.const_value.numpy()
-        if array.dtype.kind not in "iub?":
+        if is_float(array.dtype):
             array = array.astype(widen.numpy)
         return numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), _name(value))
+
+
+def proof_type(value: ir.Value) -> ir.DataType:
+    """The type that a value has in a proof: float32 for every float type that arithmetic is done in, else its own."""
+    if value.dtype is None or value.dtype in FLOAT_TYPES:
+        return ir.DataType.FLOAT
+    return value.dtype
+
+
+def _element(value: ir.Value, kind: int) -> int:
+    own = proof_type(value)
+    return kind if own == ir.DataType.FLOAT else int(own)
 
 
 def _shape(value: ir.Value) -> list[int | str | None] | None:

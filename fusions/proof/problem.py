@@ -1,4 +1,4 @@
-"""One proof's region as something to run: whole or cut down to two heads, in float32 or float64."""
+"""One proof's region as something to run: whole or cut down to a part, in float32 or float64."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import onnx_ir as ir
 
 from ..candidate import Candidate
 from ..graph import GraphView
+from ..parameters import Perturbed, ProofImpossible, parameter_arrays
 from .cases import Arrays, raw_feeds, value_names
 from .extract import Cut, Extract
-from .shrink import shrink
 from .spread import HeadsMix
 
-#: Regions that would hold more than this are cut down to two heads where that can be shown to be sound.
+#: Regions that would hold more than this are cut down to a part where that can be shown to be sound.
 CUT_ABOVE = 256 << 20
 
 
@@ -31,16 +31,12 @@ class ProofBudget:
     seconds: float = 60.0
 
 
-class ProofImpossible(Exception):
-    """The region can't be run on its own, or not within the budget."""
-
-
 class OutOfTime(ProofImpossible):
     """The proof's time budget ran out."""
 
 
 class Problem:
-    """A region to run, whole or cut down to two heads, and the candidate and parameters that belong to it."""
+    """A region to run, whole or cut down to a part, and the candidate and parameters that belong to it."""
 
     def __init__(
         self,
@@ -48,17 +44,17 @@ class Problem:
         budget: ProofBudget,
         candidate: Candidate,
         extract: Extract,
-        arrays: Mapping[ir.Value, np.ndarray],
-        parameters: Arrays,
+        seed: int,
     ) -> None:
         self.extract, self.budget = extract, budget
         self.deadline = time.perf_counter() + budget.seconds
-        self.arrays, self.candidate, self.parameters = arrays, candidate, parameters
+        self.arrays: Mapping[ir.Value, np.ndarray] = Perturbed(view, candidate, seed)
+        self.candidate = candidate
         self.cut: Cut | None = None
         self.heads: tuple[int, ...] = ()
         need = memory_need(extract, candidate)
-        if need > min(budget.memory, CUT_ABOVE):
-            self._cut(view, budget, need)
+        if need <= min(budget.memory, CUT_ABOVE) or not self._cut(view, budget, need):
+            self.parameters = parameter_arrays(view, candidate, self.arrays)
         try:
             self._session = session(extract.model(self.arrays, cut=self.cut))
         except Exception as error:  # ORT raises types of its own: whatever it is, the region can't be run
@@ -66,9 +62,10 @@ class Problem:
         self.outputs = value_names(extract.outputs)
         self.inputs = {i.name for i in self._session.get_inputs()}
 
-    def _cut(self, view: GraphView, budget: ProofBudget, need: int) -> None:
+    def _cut(self, view: GraphView, budget: ProofBudget, need: int) -> bool:
+        """Cut the region down where the op knows how; False where it stays whole and fits the budget."""
         try:
-            shrunk = shrink(view, self.candidate, self.extract, self.arrays)
+            shrunk = self.candidate.op.shrink(view, self.candidate, self.extract, self.arrays)
         except HeadsMix as reason:
             if need > budget.memory:
                 raise ProofImpossible(
@@ -76,18 +73,18 @@ class Problem:
                     f"{budget.memory / 2**30:.1f} GiB, and it can't be cut down ({reason}); raise the budget "
                     "with --proof-memory, or fuse unproved with --no-verify"
                 ) from None
-            return
-        self.cut = Cut(shrunk.protos, list(shrunk.slicer.tensors.values()), shrunk.shapes)
-        self.heads = shrunk.heads
-        self.parameters = shrunk.parameters(self.candidate.config, self.parameters)
+            return False
+        self.cut, self.heads = shrunk.cut, shrunk.kept
+        self.parameters = shrunk.parameters(self.candidate, self.arrays)
         self.candidate = shrunk.candidate
-        left = need * len(shrunk.heads) // (max(shrunk.heads) + 1)
+        left = int(need * shrunk.share)
         if left > budget.memory:
             raise ProofImpossible(
-                f"two heads of the region still take about {left / 2**30:.1f} GiB; the proof's budget is "
+                f"a part of the region still takes about {left / 2**30:.1f} GiB; the proof's budget is "
                 f"{budget.memory / 2**30:.1f} GiB; raise it with --proof-memory, or fuse unproved "
                 "with --no-verify"
             )
+        return True
 
     def raw(self, operands: Arrays, env: Mapping[str, int]) -> Arrays:
         return raw_feeds(self.candidate, operands, env, None if self.cut is None else self.cut.shapes)

@@ -3,13 +3,12 @@
 The region is cut out of the graph as a model of its own, in float32, and run by ONNX Runtime on the CPU with all its
 optimisations off. Its replacement is built by the same code that the rewrite splices in. Constants that the candidate
 reads as the op's parameters are perturbed first, on both sides, so that a layer whose bias happens to be zero proves as
-much as any other. One proof serves all regions of the same structure.
+much as any other. One proof serves all regions of the same structure. Where ops differ, the candidate's ``op`` answers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,34 +16,24 @@ import numpy as np
 import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
-from ...custom_ops.kda.reference import reference
-from ..candidate import Candidate
+from ..candidate import Candidate, Result
+from ..dims import UnknownDim
 from ..graph import GraphView
+from ..op import LONGEST_PROBE, TOLERANCE, Case
+from ..parameters import ProofImpossible
 from ..replacement import replacement
 from ..result import ProofReport
 from .analytic import not_analytic
-from .cases import HOSTILE, Arrays, draw, environment, rows_and_tokens
-from .dims import UnknownDim
-from .extract import Extract, NotExtractable
-from .problem import OutOfTime, Problem, ProofBudget, ProofImpossible, first_line, session
+from .extract import Extract, NotExtractable, proof_type
+from .problem import OutOfTime, Problem, ProofBudget, first_line, session
 from .structure import structure_hash
 
-#: Worst relative L2 error between region and replacement, both in float32; ``HARD`` for the nearly collinear case.
-TOLERANCE = 1e-4
-HARD_FACTOR = 5.0
-#: Token counts tried on a dynamic graph. A chunked export is right up to 64 tokens only: longer ones are probed.
-TOKENS = (5, 1, 17, 64)
-PROBES = (65, 130)
 SEED = 20261130
 _INDEX_ARITHMETIC = frozenset(
     "Add Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Range Sub Where".split()
 )
-#: The longest sequence that a proof runs; a bound on positions past it is refused, one past 2^31 means the end.
-LONGEST_PROBE = 20_000
+#: A bound on positions past 2^31 means the end.
 _TO_THE_END = (1 << 31) - 1
-MOST_ROWS = 64
-#: Cases whose decays a chunked original may overflow with, in float64 too: exponents of the other sign, masked later.
-OVERFLOWING = ("gate-unbounded", "gate-near-bound", "wide", "extreme-last")
 
 
 def _error(found: np.ndarray, want: np.ndarray) -> float:
@@ -88,20 +77,19 @@ class Prover:
             return Refusal("proof", f"the region can't be run on its own: {error}")
 
     def _screen(self, core: Candidate, extract: Extract) -> float | Refusal:
-        rows, tokens = _sizes(core, TOKENS[0])
-        env = environment(core, rows, tokens)
-        problem = self._problem(core, extract)
+        op = core.op
+        case = op.screening_case(core)
+        env = op.environment(core, case.sizes)
+        problem = Problem(self.view, self.budget, core, extract, self.seed)
         core = problem.candidate
-        operands = draw(core.config, rows, tokens, self.seed, "normal")
+        operands = op.draw(core, case, self.seed)
         try:
             outputs = dict(zip(extract.outputs, problem.run(problem.raw(operands, env), env), strict=True))
         except ProofImpossible:
             raise
         except Exception as error:
-            return Refusal(
-                "region-run", f"ONNX Runtime does not run the region at {tokens} tokens: {first_line(error)}"
-            )
-        truth = reference(core.config, {**operands, **problem.parameters})
+            return Refusal("region-run", f"ONNX Runtime does not run the region at {_shown(case)}: {first_line(error)}")
+        truth = op.reference(core, {**operands, **problem.parameters})
         scale = 1.0
         for name, result in core.results.items():
             want = _lay_out(truth[name], result)
@@ -111,7 +99,7 @@ class Prover:
                     return Refusal(
                         "shape", f"{name}: the region gives {list(found.shape)}, the op {list(want[i].shape)}"
                     )
-                if name == "o":
+                if name == op.scaled_output:
                     size = float(np.vdot(want[i], want[i]))
                     scale = float(np.vdot(want[i], found)) / size if size > 0 else 0.0
                     distance = _error(scale * want[i], found)
@@ -146,10 +134,6 @@ class Prover:
         self._proofs[key] = report
         return report
 
-    def _problem(self, candidate: Candidate, extract: Extract) -> Problem:
-        arrays, parameters = self.perturbed(candidate)
-        return Problem(self.view, self.budget, candidate, extract, arrays, parameters)
-
     def _extract(self, candidate: Candidate) -> Extract:
         inputs = sorted(candidate.input_values(), key=self._place)
         extract = Extract(self.view, inputs, candidate.output_values())
@@ -164,18 +148,17 @@ class Prover:
 
     def _prove(self, candidate: Candidate, extract: Extract, start: float) -> ProofReport:
         report = ProofReport(True, error=0.0, tolerance=TOLERANCE, seed=self.seed)
-        _, length = rows_and_tokens(candidate)
-        problem = self._problem(candidate, extract)
+        problem = Problem(self.view, self.budget, candidate, extract, self.seed)
         report.heads = list(problem.heads)
-        candidate = problem.candidate
+        candidate, op = problem.candidate, candidate.op
         body = self._replacement_session(candidate, problem)
-        plan = self._plan(candidate, extract)
+        plan = op.plan(candidate, lambda: position_bounds(self.view, extract))
         compared = 0
-        for i, (case, rows, tokens, probe) in enumerate(plan):
-            env = environment(candidate, rows, tokens)
+        for i, case in enumerate(plan):
+            env = op.environment(candidate, case.sizes)
             seed = self.seed + i
-            operands = draw(candidate.config, rows, tokens, seed, case)
-            entry: dict = {"case": case, "batch": rows, "tokens": tokens, "seed": seed}
+            operands = op.draw(candidate, case, seed)
+            entry: dict = {"case": case.name, **case.sizes, "seed": seed}
             report.cases.append(entry)
             feeds = problem.raw(operands, env)
             try:
@@ -184,7 +167,7 @@ class Prover:
                 raise
             except Exception as error:
                 entry["original"] = f"fails: {first_line(error)}"
-                if not probe and length is not None and not isinstance(length, str):
+                if case.required:
                     report.proved, report.reason = False, f"the region does not run: {first_line(error)}"
                     return report
                 continue
@@ -194,13 +177,13 @@ class Prover:
                 exact = problem.exact(feeds, env) if _finite(found) else None
                 if exact is not None and _finite(exact):
                     want = exact
-                elif not _finite(found) or case in OVERFLOWING:
+                elif not _finite(found) or op.overflows(case):
                     continue
             errors = [_error(f, w) for f, w in zip(found, want, strict=True)]
             entry["errors"] = errors
             compared += 1
             worst = max(errors)
-            limit = TOLERANCE * (HARD_FACTOR if case == "collinear-slow" else 1.0)
+            limit = op.limit(candidate, case)
             if not worst <= limit:
                 # the original may have lost its digits in float32: float64 is the truth
                 exact = problem.exact(feeds, env)
@@ -208,11 +191,11 @@ class Prover:
                     entry["original"] = f"differs from its own float64 result by {_worst(want, exact):.1e}"
                     entry["errors_float64"] = [_error(f, w) for f, w in zip(found, exact, strict=True)]
                     worst = max(entry["errors_float64"])
-            report.error = max(report.error, worst / (HARD_FACTOR if case == "collinear-slow" else 1.0))
+            report.error = max(report.error, worst * TOLERANCE / limit)
             if not worst <= limit:
                 report.proved = False
                 report.reason = (
-                    f"case {case!r} at {tokens} tokens: relative error {worst:.2e}, tolerance {limit:.1e}, in "
+                    f"case {case.name!r} at {_shown(case)}: relative error {worst:.2e}, tolerance {limit:.1e}, in "
                     f"{extract.outputs[int(np.argmax(entry.get('errors_float64', errors)))].name!r}"
                 )
                 return report
@@ -221,36 +204,15 @@ class Prover:
             report.reason = f"only {compared} cases could be compared"
         return report
 
-    def _plan(self, candidate: Candidate, extract: Extract) -> list[tuple[str, int, int, bool]]:
-        """(case, batch, tokens, is a probe): each hostile case once, over the token counts; then probes beyond 64."""
-        rows, length = rows_and_tokens(candidate)
-        batches = [rows] if isinstance(rows, int) else [1, 2]
-        tokens = [length] if isinstance(length, int) else list(TOKENS)
-        plan = [(case, batches[i % len(batches)], tokens[i % len(tokens)], False) for i, case in enumerate(HOSTILE)]
-        plan = [
-            p for p in plan if not (p[0] in ("zero-state", "full-state") and not candidate.config.has_initial_state)
-        ]
-        if isinstance(length, int) and isinstance(rows, int):
-            return plan
-        bounds = position_bounds(self.view, extract)
-        if not isinstance(length, int):
-            # past the largest bound, and past all of them one behind the other
-            past = {
-                t + 3 for t in (bounds[-1:] and (bounds[-1], sum(bounds))) if max(PROBES) < t + 3 <= LONGEST_PROBE + 3
-            }
-            plan += [("normal", batches[0], t, True) for t in (*PROBES, *sorted(past))]
-        if not isinstance(rows, int):
-            past_rows = {3, *(b + 3 for b in bounds if b <= MOST_ROWS)}
-            plan += [("normal", b, tokens[0], True) for b in sorted(past_rows)[-2:]]
-        return plan
-
     def _replacement_session(self, candidate: Candidate, problem: Problem) -> Any:
         inputs = candidate.input_values()
         bind = {
             v: ir.Value(
                 name=v.name,
-                type=ir.TensorType(ir.DataType.FLOAT),
-                shape=v.shape if problem.cut is None else ir.Shape(problem.cut.shapes[v]),
+                type=ir.TensorType(proof_type(v)),
+                shape=v.shape
+                if problem.cut is None or v not in problem.cut.shapes
+                else ir.Shape(problem.cut.shapes[v]),
             )
             for v in inputs
         }
@@ -264,8 +226,8 @@ class Prover:
 
         built = replacement(candidate, bind, problem.parameters, names, "fused", self.opset, float32=True)
         outputs = [built.outputs[t] for t in candidate.output_values()]
-        for value in outputs:
-            value.type = ir.TensorType(ir.DataType.FLOAT)
+        for target, value in zip(candidate.output_values(), outputs, strict=True):
+            value.type = ir.TensorType(proof_type(target))
             value.shape = None
         graph = ir.Graph(
             list(bind.values()),
@@ -279,40 +241,6 @@ class Prover:
         assert built.function is not None
         model.functions[built.function.identifier()] = built.function
         return session(ir.to_proto(model))
-
-    # --- parameters -------------------------------------------------------------------------------------------------
-
-    def perturbed(self, candidate: Candidate) -> tuple[dict[ir.Value, np.ndarray], Arrays]:
-        """The parameters' constants, perturbed, and the op's parameters that follow from them."""
-        rng = np.random.default_rng(self.seed)
-        positive = {s for p in candidate.parameters.values() if p.positive for s in p.sources}
-        arrays: dict[ir.Value, np.ndarray] = {}
-        for name, parameter in candidate.parameters.items():
-            for source in parameter.sources:
-                if source in arrays:
-                    continue
-                array = self.view.array(source)
-                if array is None:
-                    raise ProofImpossible(f"the constant {source.name!r} behind {name} can't be read")
-                arrays[source] = _perturb(array.astype(np.float32), rng, source in positive)
-        return arrays, self.parameters(candidate, arrays)
-
-    def parameters(self, candidate: Candidate, arrays: Mapping[ir.Value, np.ndarray] | None = None) -> Arrays:
-        """The op's parameters, float32, from the graph's constants (or from ``arrays`` in their place).
-
-        Raises:
-            ProofImpossible: a constant that can't be the parameter it should be.
-        """
-        found: Arrays = {}
-        for name, parameter in candidate.parameters.items():
-            sources = [
-                arrays[s] if arrays is not None and s in arrays else self.view.array(s) for s in parameter.sources
-            ]
-            array = parameter.compute([s for s in sources if s is not None])
-            if array is None:
-                raise ProofImpossible(f"the constants behind {name} do not have the form that {name} needs")
-            found[name] = np.ascontiguousarray(array, np.float32)
-        return found
 
 
 def position_bounds(view: GraphView, extract: Extract) -> list[int]:
@@ -350,22 +278,12 @@ def _finite(arrays: list[np.ndarray]) -> bool:
     return all(bool(np.all(np.isfinite(a))) for a in arrays)
 
 
-def _perturb(array: np.ndarray, rng: np.random.Generator, positive: bool) -> np.ndarray:
-    """Another constant of the same kind: a rate keeps its sign and its equal entries, the rest gets noise."""
-    if positive:
-        # entries that are equal (one rate, repeated over a head's channels) must stay equal
-        values, inverse = np.unique(array, return_inverse=True)
-        factors = np.exp(rng.uniform(-0.4, 0.4, values.shape))
-        return (values * factors)[inverse].reshape(array.shape).astype(np.float32)
-    return (array + 0.3 * rng.standard_normal(array.shape)).astype(np.float32)
+def _shown(case: Case) -> str:
+    """The case's sizes for people."""
+    return ", ".join(f"{size} {name}" if name == "tokens" else f"{name} {size}" for name, size in case.sizes.items())
 
 
-def _sizes(candidate: Candidate, tokens: int) -> tuple[int, int]:
-    rows, length = rows_and_tokens(candidate)
-    return (rows if isinstance(rows, int) else 1, length if isinstance(length, int) else tokens)
-
-
-def _lay_out(array: np.ndarray, result) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
+def _lay_out(array: np.ndarray, result: Result) -> list[np.ndarray]:
     """The op's output as its targets have it."""
     if result.reshape is not None:
         dims = [array.shape[i] if d == 0 else d for i, d in enumerate(result.reshape)]

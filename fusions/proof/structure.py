@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..candidate import Candidate
+from ..dims import symbol
 from ..graph import GraphView, subgraphs_of
-from .dims import symbol
 from .extract import Extract
 
 
@@ -51,11 +51,11 @@ def structure_hash(view: GraphView, candidate: Candidate, extract: Extract) -> s
         else:
             add("constant", number(value), tensor.dtype, tuple(tensor.shape))
             digest.update(np.ascontiguousarray(tensor.numpy()).tobytes())
-    add("outputs", [number(v) for v in extract.outputs], candidate.config, candidate.one_token)
+    add("outputs", [number(v) for v in extract.outputs], candidate.op.key, candidate.config, candidate.one_token)
     for name, operand in candidate.operands.items():
-        add(name, operand.axis, [(number(p.value), p.permutation, p.reshape) for p in operand.pieces])
+        add(name, operand.axis, [(number(p.value), p.permutation, p.reshape, p.axes) for p in operand.pieces])
     for name, parameter in candidate.parameters.items():
-        add(name, [number(s) for s in parameter.sources])
+        add(name, [number(s) for s in parameter.sources], parameter.form)
     for name, result in candidate.results.items():
         add(name, [number(t) for t in result.targets], result.reshape, result.permutation, result.sizes)
     add(view.graph.opset_imports.get(""))
