@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from ..common.function_call import attribute_type
 from ..common.graph_builder import GraphBuilder
 from .body_recurrence import LOWEST_DECAY, Chunks, many_tokens, one_token
 from .spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, OUTPUTS, KdaConfig
@@ -287,12 +288,6 @@ def formal_outputs(config: KdaConfig) -> tuple[str, ...]:
     return names[: 1 + names.index(config.output_names()[-1])]
 
 
-def _attribute_type(value: float | str) -> ir.AttributeType:
-    if isinstance(value, str):
-        return ir.AttributeType.STRING
-    return ir.AttributeType.FLOAT if isinstance(value, float) else ir.AttributeType.INT
-
-
 def build_function(
     config: KdaConfig,
     opset: int,
@@ -329,7 +324,7 @@ def build_function(
     body = _Body(config, dtype, state_dtype, None if config.has_cu_seqlens else seq_len)
     outputs = body.build()
     graph = body.builder.graph(list(body.inputs.values()), outputs, opset)
-    declared = [ir.Attr(name, _attribute_type(getattr(config, name)), None) for name in ATTRIBUTES]
+    declared = [ir.Attr(name, attribute_type(getattr(config, name)), None) for name in ATTRIBUTES]
     declared.append(ir.Attr("state_dtype", ir.AttributeType.INT, None))
     overload = overload_name(config, dtype, state_dtype, seq_len=seq_len)
     return ir.Function(DOMAIN, OP_TYPE, overload, graph=graph, attributes=declared)

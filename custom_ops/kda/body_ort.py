@@ -11,9 +11,10 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ..common.function_call import attribute_type
 from ..common.graph_builder import GraphBuilder
 from ..common.refusal import Refusal
-from .body import FLOAT, OPSETS, SHORT, _attribute_type, _Body, overload_name
+from .body import FLOAT, OPSETS, SHORT, _Body, overload_name
 from .spec import ATTRIBUTES, OP_TYPE, KdaConfig
 
 #: Domain of the functions, and of the nodes that call them.
@@ -107,7 +108,7 @@ def build_ort_function(
     outputs = body.build()
     graph = body.builder.graph(list(body.inputs.values()), outputs, opset)
     graph.opset_imports[ORT_DOMAIN] = 1
-    declared = [ir.Attr(name, _attribute_type(getattr(config, name)), None) for name in ATTRIBUTES]
+    declared = [ir.Attr(name, attribute_type(getattr(config, name)), None) for name in ATTRIBUTES]
     declared.append(ir.Attr("state_dtype", ir.AttributeType.INT, None))
     overload = overload_name(config, dtype, state_dtype, seq_len=seq_len)
     return ir.Function(ORT_FORM_DOMAIN, OP_TYPE, overload, graph=graph, attributes=declared)

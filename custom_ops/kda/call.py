@@ -6,13 +6,9 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from ..common.function_call import Dim, attach_function, shape_of
 from .body import FLOAT, formal_outputs, overload_name
 from .spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, VERSION, KdaConfig
-
-#: The IR version from which function overloads are part of the format.
-OVERLOAD_IR_VERSION = 10
-
-Dim = int | ir.SymbolicDim
 
 
 def _batch(config: KdaConfig, inputs: Mapping[str, ir.Value]) -> Dim | None:
@@ -26,10 +22,6 @@ def _batch(config: KdaConfig, inputs: Mapping[str, ir.Value]) -> Dim | None:
         return shape[0] - 1 if shape is not None and isinstance(shape[0], int) else None
     shape = inputs["q"].shape
     return None if shape is None else shape[0]
-
-
-def _shape(*dims: Dim | None) -> ir.Shape:
-    return ir.Shape([ir.SymbolicDim(None) if dim is None else dim for dim in dims])
 
 
 def make_node(
@@ -66,9 +58,9 @@ def make_node(
     count = _batch(config, inputs)
     layout = (config.head_dim, config.head_v_dim)
     shapes = {
-        "o": _shape(*rows, config.num_v_heads * config.head_v_dim),
-        "present_conv_state": _shape(count, config.conv_channels, config.conv_state_width),
-        "final_state": _shape(count, config.num_v_heads, *(layout if config.state_layout == "KV" else layout[::-1])),
+        "o": shape_of(*rows, config.num_v_heads * config.head_v_dim),
+        "present_conv_state": shape_of(count, config.conv_channels, config.conv_state_width),
+        "final_state": shape_of(count, config.num_v_heads, *(layout if config.state_layout == "KV" else layout[::-1])),
     }
     asked = config.output_names()
     outputs = []
@@ -85,11 +77,5 @@ def make_node(
 
 
 def attach(model: ir.Model, function: ir.Function) -> None:
-    """Put the function into the model, once, and import its domain.
-
-    The model's IR version is raised to 10 where it is lower: overloads belong to the format only since then (ORT
-    reads them at 9 as well, other readers need not).
-    """
-    model.functions.setdefault(function.identifier(), function)
-    model.opset_imports[DOMAIN] = VERSION
-    model.ir_version = max(model.ir_version or 0, OVERLOAD_IR_VERSION)
+    """Put the function into the model, once, and import its domain (see :func:`..common.function_call`)."""
+    attach_function(model, function, VERSION)

@@ -1,0 +1,265 @@
+"""The op's portable function body: the same computation in standard ONNX ops, for any ONNX runtime.
+
+The body is specialised for one configuration, so the function carries an ``overload`` that names it. It is float32
+inside whatever T is, takes any batch and any number of tokens, and uses no op whose meaning changes between opsets 18
+and 27.
+
+Two forms of the attention over a cache of latents: absorbed (queries go into the latent's space, all heads share one
+key of R + Dr channels) and expanded (keys and values of every head are made). Which one does less work depends on the
+number of new tokens: see :func:`absorbed_up_to`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from ..common.function_call import attribute_type
+from ..common.graph_builder import GraphBuilder
+from .body_cache import Cache, Cached
+from .body_parts import angles, rms_norm, rotate
+from .spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, OUTPUTS, MlaConfig
+
+FLOAT = ir.DataType.FLOAT
+SHORT = {ir.DataType.FLOAT: "f32", ir.DataType.FLOAT16: "f16", ir.DataType.BFLOAT16: "bf16"}
+OPSETS = range(18, 28)
+#: The first opset whose Cast knows float8.
+FLOAT8_OPSET = 19
+
+
+def absorbed_up_to(config: MlaConfig) -> int | None:
+    """The most new tokens with which absorbing the weights takes no more products than expanding keys and values.
+
+    A pair of a query and a key takes 2 R + Dr products absorbed and Dn + Dr + Dv expanded; expanding a key takes
+    R (Dn + Dv) more. None: always; 0: never (the cache holds expanded keys).
+    """
+    if config.cache == "expanded":
+        return 0
+    wide = config.qk_nope_head_dim + config.v_head_dim
+    saved = 2 * config.kv_lora_rank - wide
+    return None if saved <= 0 else config.kv_lora_rank * wide // saved
+
+
+class _Body:
+    """Builds the body of one configuration. B, S, H, L, ...: as in spec.py."""
+
+    def __init__(self, config: MlaConfig, dtype: ir.DataType, seq_len: int | None) -> None:
+        self.config, self.dtype, self.seq_len = config, dtype, seq_len
+        self.builder = GraphBuilder()
+        self.inputs = {name: ir.Value(name=name) for name in INPUTS}
+        self.supplied = config.input_names()
+
+    def wide(self, name: str) -> ir.Value:
+        """An operand of type T as float32."""
+        return self.inputs[name] if self.dtype == FLOAT else self.builder.cast(self.inputs[name], FLOAT)
+
+    def queries(self, cos: ir.Value | None, sin: ir.Value | None) -> tuple[ir.Value, ir.Value | None]:
+        """Scaled: nope [B, H, S, Dn] and rotated rope [B, H, S, Dr] (None where Dr is 0)."""
+        b, config = self.builder, self.config
+        q = b.reshape(self.wide("q"), [0, 0, config.num_heads, config.qk_head_dim])
+        factor = b.const(float(config.scale))
+        if config.has_q_scale:
+            factor = b.mul(b.unsqueeze(self.inputs["q_scale"], 2, 3), factor)
+        q = b.mul(q, factor)
+        if not config.qk_rope_head_dim:
+            return b.transpose(q, [0, 2, 1, 3]), None
+        nope, rope = b.split(q, [config.qk_nope_head_dim, config.qk_rope_head_dim], axis=3)
+        if cos is not None and sin is not None:
+            rope = rotate(b, config, rope, b.unsqueeze(cos, 2), b.unsqueeze(sin, 2), rank=4)
+        return b.transpose(nope, [0, 2, 1, 3]), b.transpose(rope, [0, 2, 1, 3])
+
+    def new_tokens(self, cos: ir.Value | None, sin: ir.Value | None) -> tuple[ir.Value, ir.Value | None]:
+        """Latents [B, S, R] after their norm, rotated keys [B, S, Dr]."""
+        b, config = self.builder, self.config
+        latent, rope = self.wide("latent"), None
+        if config.packed_latent:
+            latent, rope = b.split(latent, [config.kv_lora_rank, config.qk_rope_head_dim], axis=2)
+        elif config.qk_rope_head_dim:
+            rope = self.wide("k_rope")
+        if config.has_kv_norm:
+            latent = rms_norm(b, latent, self.inputs["kv_norm_weight"], config.kv_norm_eps)
+        if rope is not None and cos is not None and sin is not None:
+            rope = rotate(b, config, rope, cos, sin, rank=3)
+        return latent, rope
+
+    def expand(self, b: GraphBuilder, latent: ir.Value, rope: ir.Value | None) -> tuple[ir.Value, ir.Value]:
+        """Keys [B, H, L, Dn+Dr] and values [B, H, L, Dv] of latents [B, L, R] and rotated keys [B, L, Dr]."""
+        config = self.config
+        heads, nope, wide = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
+        both = b.reshape(b.matmul(latent, self.wide_weight), [0, 0, heads, nope + wide])
+        key, value = b.split(b.transpose(both, [0, 2, 1, 3]), [nope, wide], axis=3)
+        if rope is not None:
+            shared = b.op("Expand", b.unsqueeze(rope, 1), b.const([1, heads, 1, 1]))
+            key = b.concat([key, shared], axis=3)
+        return key, value
+
+    def seen(self, cache: Cache, keys: ir.Value) -> ir.Value | None:
+        """Which keys a query sees, bool, broadcasts to [B, H, S, L]; None where it is all of them."""
+        b, config = self.builder, self.config
+        parts = []
+        one_after_all = self.seq_len == 1 and not config.static_cache
+        if config.window or (config.causal and not one_after_all):
+            at = b.reshape(cache.arange(keys), [1, 1, 1, -1])
+            new = b.reshape(cache.arange(cache.tokens), [1, 1, -1, 1])
+            position = b.add(b.reshape(cache.there, [-1, 1, 1, 1]), new)
+            if config.causal:
+                parts.append(b.op("LessOrEqual", at, position))
+            if config.window:
+                parts.append(b.op("Greater", at, b.sub(position, b.const(config.window))))
+        elif config.static_cache:
+            parts.append(b.unsqueeze(cache.used(keys), 1, 2))
+        if config.bool_mask:
+            parts.append(self.inputs["attn_mask"])
+        result = parts[0] if parts else None
+        for part in parts[1:]:
+            assert result is not None
+            result = b.op("And", result, part)
+        return result
+
+    def softmax(self, b: GraphBuilder, scores: ir.Value, seen: ir.Value | None, mask: ir.Value | None) -> ir.Value:
+        """Weights [B, H, S, L] of scores [B, H, S, L]; zeros for a query that sees nothing."""
+        nothing = b.const(-np.inf)
+        if mask is not None:
+            scores = b.add(scores, mask)
+        if seen is not None:
+            scores = b.op("Where", seen, scores, nothing)
+        weights = b.op("Softmax", scores, axis=-1)
+        if not self.config.has_mask:
+            return weights
+        largest = b.op("ReduceMax", scores, b.const([-1]), keepdims=1)
+        return b.op("Where", b.op("Greater", largest, nothing), weights, b.const(0.0))
+
+    def attend(self) -> tuple[ir.Value, Cached]:
+        """Outputs [B, H, S, Dv] and the caches after the call."""
+        b, config = self.builder, self.config
+        cos, sin = angles(b, config, self.inputs) if config.rope != "none" else (None, None)
+        nope, rope = self.queries(cos, sin)
+        latent, key_rope = self.new_tokens(cos, sin)
+        self.wide_weight = self.wide("kv_b_weight")
+        cache = Cache(b, config, self.dtype, self.inputs)
+        mask = b.cast(self.inputs["attn_mask"], FLOAT) if config.has_mask and not config.bool_mask else None
+        if config.cache == "expanded":
+            key, value, cached = cache.expanded(*self.expand(b, latent, key_rope))
+            seen = self.seen(cache, b.dim(key, 2))
+            query = nope if rope is None else b.concat([nope, rope], axis=3)
+            weights = self.softmax(b, b.matmul(query, b.swap_last(key, 4)), seen, mask)
+            return b.matmul(weights, value), cached
+        latents, key_ropes, cached = cache.latents(latent, key_rope)
+        seen = self.seen(cache, b.dim(latents, 1))
+
+        def absorbed(inner: GraphBuilder) -> list[ir.Value]:
+            to_key, to_value = self.weights_of(inner)
+            query = inner.matmul(nope, to_key)
+            keys, width = latents, config.kv_lora_rank
+            if rope is not None and key_ropes is not None:
+                query, keys = inner.concat([query, rope], axis=3), inner.concat([latents, key_ropes], axis=2)
+                width += config.qk_rope_head_dim
+            count = inner.dim(latents, 1)
+            flat = inner.op("Reshape", query, inner.const([0, -1, width]))
+            scores = inner.matmul(flat, inner.swap_last(keys, 3))
+            heads = inner.const([0, config.num_heads, -1])
+            scores = inner.op("Reshape", scores, inner.concat([heads, count], axis=0))
+            weights = self.softmax(inner, scores, seen, mask)
+            flat = inner.op("Reshape", weights, inner.concat([inner.const([0, -1]), count], axis=0))
+            o = inner.reshape(inner.matmul(flat, latents), [0, config.num_heads, -1, config.kv_lora_rank])
+            return [inner.matmul(o, to_value)]
+
+        def expanded(inner: GraphBuilder) -> list[ir.Value]:
+            key, value = self.expand(inner, latents, key_ropes)
+            query = nope if rope is None else inner.concat([nope, rope], axis=3)
+            weights = self.softmax(inner, inner.matmul(query, inner.swap_last(key, 4)), seen, mask)
+            return [inner.matmul(weights, value)]
+
+        most = absorbed_up_to(config)
+        if most is None or (self.seq_len is not None and self.seq_len <= most):
+            return absorbed(b)[0], cached
+        if self.seq_len is not None:
+            return expanded(b)[0], cached
+        few = b.op("LessOrEqual", b.squeeze(cache.tokens, 0), b.const(most))
+        branches = {
+            "then_branch": b.subgraph("absorbed", [], absorbed),
+            "else_branch": b.subgraph("expanded", [], expanded),
+        }
+        return b.ops("If", [few], 1, **branches)[0], cached
+
+    def weights_of(self, b: GraphBuilder) -> tuple[ir.Value, ir.Value]:
+        """For the absorbed form: latent to keys [H, Dn, R], latent to values [H, R, Dv]."""
+        config = self.config
+        nope, wide = config.qk_nope_head_dim, config.v_head_dim
+        weight = b.reshape(self.wide_weight, [config.kv_lora_rank, config.num_heads, nope + wide])
+        key, value = b.split(weight, [nope, wide], axis=2)
+        return b.transpose(key, [1, 2, 0]), b.transpose(value, [1, 0, 2])
+
+    def build(self) -> list[ir.Value]:
+        """Add all nodes; returns the function's outputs."""
+        b, config = self.builder, self.config
+        o, cached = self.attend()
+        o = b.transpose(o, [0, 2, 1, 3])
+        if config.gate_activation == "sigmoid":
+            o = b.mul(o, b.unsqueeze(b.op("Sigmoid", self.wide("gate")), 3))
+        o = b.reshape(o, [0, 0, config.num_heads * config.v_head_dim])
+        results = {"o": b.op("Identity", o) if self.dtype == FLOAT else b.cast(o, self.dtype)}
+        nothing = b.const(np.zeros(0, np.float32))
+        for name in formal_outputs(config)[1:]:
+            # a node of its own for each output: a function's output must not be a constant or another output
+            value = cached[name] if name in config.output_names() else None
+            results[name] = b.cast(nothing, self.dtype) if value is None else b.op("Identity", value)
+        # Up to the last output that is asked for: a call must name as many outputs as its function has, and trailing
+        # omitted ones are lost when a model is written.
+        for name, output in results.items():
+            output.name = name
+        return list(results.values())
+
+
+def overload_name(config: MlaConfig, dtype: ir.DataType, *, seq_len: int | None = None) -> str:
+    """The overload of the function that :func:`build_function` builds for the same arguments."""
+    most = absorbed_up_to(config)
+    if seq_len == 1:
+        form = "-t1"
+    elif seq_len is None or most is None or most == 0:
+        form = ""
+    else:
+        form = "-few" if seq_len <= most else "-many"
+    return f"{config.overload()}-{SHORT[dtype]}{form}"
+
+
+def formal_outputs(config: MlaConfig) -> tuple[str, ...]:
+    """Outputs of the function, and of every call of it: those of the spec up to the last one asked for."""
+    names = tuple(OUTPUTS)
+    return names[: 1 + names.index(config.output_names()[-1])]
+
+
+def build_function(
+    config: MlaConfig, opset: int, dtype: ir.DataType = FLOAT, *, seq_len: int | None = None
+) -> ir.Function:
+    """The function ``deltafuse::LatentAttention`` for one configuration.
+
+    Args:
+        config: the call.
+        opset: of the model that will hold the function, 18 to 27 (a float8 cache: from 19).
+        dtype: element type of T: FLOAT, FLOAT16 or BFLOAT16.
+        seq_len: new tokens of every call where that is known: the form of the attention is then chosen here; None
+            chooses at run time.
+
+    Returns:
+        A function with all formal inputs of the spec (absent ones are unused) and its outputs up to the last one that
+        the configuration asks for (an earlier one that is not asked for is an empty tensor).
+
+    Raises:
+        ValueError: the configuration, the opset or the dtype is not one the op defines.
+    """
+    refused = config.check()
+    if refused is not None:
+        raise ValueError(str(refused))
+    if opset not in OPSETS:
+        raise ValueError(f"opset {opset}: the body is written for {OPSETS[0]} to {OPSETS[-1]}")
+    if config.cache_type == "float8" and opset < FLOAT8_OPSET:
+        raise ValueError(f"opset {opset}: a float8 cache needs opset {FLOAT8_OPSET} or newer")
+    if dtype not in SHORT:
+        raise ValueError(f"dtype {dtype!r}: expected one of FLOAT, FLOAT16, BFLOAT16")
+    body = _Body(config, dtype, seq_len)
+    outputs = body.build()
+    graph = body.builder.graph(list(body.inputs.values()), outputs, opset)
+    declared = [ir.Attr(name, attribute_type(getattr(config, name)), None) for name in ATTRIBUTES]
+    overload = overload_name(config, dtype, seq_len=seq_len)
+    return ir.Function(DOMAIN, OP_TYPE, overload, graph=graph, attributes=declared)
