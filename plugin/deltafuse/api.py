@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
@@ -30,6 +30,7 @@ def fuse(
     model: ModelSource,
     output: str | os.PathLike[str] | None = None,
     *,
+    fusions: Iterable[str] | None = None,
     target: str = "plugin",
     verify: bool = True,
     require: Mapping[str, int] | None = None,
@@ -46,6 +47,7 @@ def fuse(
         model: a path, ``onnx.ModelProto``, ``onnx_ir.Model`` or onnx-graphsurgeon ``Graph``. It is never changed.
         output: where to write the new model; external weights go to ``<output>.data`` beside it. None: not written.
             It may be the input's own file, not a file of the input's external data.
+        fusions: keys of the fusions to look for, for example ``["kda"]`` (default: all that there are).
         target: "plugin" (calls of ``deltafuse::`` functions) or "portable" (standard ONNX ops only).
         verify: prove every rewrite by running it against the original. False is recorded in the model's metadata.
         require: op key -> how many must be fused at least, for example ``{"kda": 20}``.
@@ -64,8 +66,10 @@ def fuse(
         DeltaFuseError: bad input, bad option, or the result cannot be written (:mod:`deltafuse.errors` has the
             kinds). :class:`RequirementError`, with the report, where fewer were fused than ``require`` asks for.
     """
+    chosen = check_fusions(fusions)
     _check_options(target, require, output, report, base_dir, dry_run)
     budget = _budget(proof_memory, proof_seconds)
+    options: dict[str, Any] = {} if chosen is None else {"fusions": chosen}
     ort_version = require_ort("recognising and proving")
     for file in (output, report):
         if file is not None:
@@ -76,7 +80,9 @@ def fuse(
 
     def run(loaded: ir.Model) -> FusionReport:
         too_new = runtimes.model_refusal(loaded.opset_imports.get("", 0), loaded.ir_version or 0, ort_version)
-        done = pipeline(loaded, verify=verify, target=target, dry_run=dry_run, proof_budget=budget, progress=progress)
+        done = pipeline(
+            loaded, verify=verify, target=target, dry_run=dry_run, proof_budget=budget, progress=progress, **options
+        )
         if too_new is not None:
             done.warnings.append(too_new.reason)
         return done
@@ -232,6 +238,45 @@ def _budget(memory: int | str | None, seconds: float | None) -> Any:
     from .fusions.proof import ProofBudget
 
     return ProofBudget(**options)
+
+
+def check_fusions(fusions: Iterable[str] | None) -> tuple[str, ...] | None:
+    """The keys of the chosen fusions, each once; None for all of them.
+
+    Raises:
+        OptionError: an unknown one, or none.
+    """
+    if fusions is None:
+        return None
+    if isinstance(fusions, str) or not isinstance(fusions, Iterable):
+        raise OptionError(f"fusions {fusions!r}: expected a list of keys, such as ['kda']")
+    chosen = tuple(dict.fromkeys(fusions))
+    unknown = [key for key in chosen if key not in OPS]
+    if unknown or not chosen:
+        found = ", ".join(map(repr, unknown)) or "an empty list"
+        raise OptionError(f"fusions: expected keys among {', '.join(OPS)}, got {found}")
+    return chosen
+
+
+def check_options(
+    *,
+    fusions: Iterable[str] | None = None,
+    target: str = "plugin",
+    verify: bool = True,
+    require: Mapping[str, int] | None = None,
+    proof_memory: int | str | None = None,
+    proof_seconds: float | None = None,
+) -> None:
+    """Check options of :func:`fuse` without a model, before long work for example.
+
+    Raises:
+        OptionError: a value that is not taken.
+    """
+    if verify is not None and not isinstance(verify, bool):
+        raise OptionError(f"verify {verify!r}: expected true or false")
+    check_fusions(fusions)
+    _check_options(target, require, None, None, None, False)
+    _budget(proof_memory, proof_seconds)
 
 
 def _check_options(

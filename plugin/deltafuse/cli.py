@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +12,13 @@ from . import __version__, show
 from .cli_common import (
     EXIT_INPUT,
     EXIT_REQUIRED,
+    Json,
+    Quiet,
     check_file_name,
     clear_errors,
     own_output,
     parse_require,
+    print_json,
     progress_bar,
 )
 from .errors import OutputError, RequirementError
@@ -25,13 +27,10 @@ app = typer.Typer(
     name="deltafuse",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Model = Annotated[Path, typer.Argument(metavar="IN.onnx", help="The model. It is not changed.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout, and nothing else there.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors; show no progress.")]
 Report = Annotated[
     Path | None, typer.Option("--report", metavar="FILE.json", help="Write the full report here.", show_default=False)
 ]
@@ -95,7 +94,7 @@ def fuse_command(
     check_file_name(output, "--output", "models are not written to standard output: give a file's name")
     check_file_name(report, "--report", "--json prints the report on standard output")
     wanted = parse_require(require or [])
-    with clear_errors():
+    with clear_errors(as_json):
         from .api import fuse
 
         _run(
@@ -129,7 +128,7 @@ def inspect_command(
 ) -> None:
     """Say what is recognised in IN.onnx, what nearly is, and why not. Writes no model."""
     check_file_name(report, "--report", "--json prints the report on standard output")
-    with clear_errors():
+    with clear_errors(as_json):
         from .api import inspect
 
         _run(
@@ -148,28 +147,65 @@ def inspect_command(
 
 
 @app.command("doctor")
-def doctor_command(as_json: Json = False) -> None:
+def doctor_command(quiet: Quiet = False, as_json: Json = False) -> None:
     """Say what is installed, whether the plugin loads here, what can run on it, and what to do next.
 
     Exit codes: 0 a fused model runs on the plugin's kernels here, 1 it does not (only by fallback, or not at all).
     """
-    with clear_errors():
+    with clear_errors(as_json):
         from .cli_doctor import examine, render
 
         findings = examine()
         with own_output():
             if as_json:
-                typer.echo(json.dumps(findings, indent=2, default=str))
-            else:
+                print_json(findings)
+            elif not quiet:
                 render(findings, show.console())
         if findings["verdict"]["exit_code"]:
             raise typer.Exit(findings["verdict"]["exit_code"])
 
 
+@app.command("olive-config")
+def olive_config_command(
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.json",
+            help="Where to write it. Default: your cache folder.",
+            show_default=False,
+        ),
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", metavar="FILE.json", help="A package config to add besides.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write Olive's package config with the pass DeltaFuse, and print the file's path.
+
+    olive run --config my.json --package-config "$(deltafuse olive-config)"
+    """
+    check_file_name(output, "--output", "the file's path is printed there")
+    with clear_errors(as_json):
+        from .olive_config import PASS_ENTRY, PASS_NAME, write_package_config
+
+        path = write_package_config(output, base)
+        with own_output(f"{path} was written"):
+            if as_json:
+                print_json({"path": str(path), "pass": PASS_NAME, "entry": PASS_ENTRY})
+            else:
+                typer.echo(str(path))
+
+
 @app.command("version")
-def version_command() -> None:
+def version_command(as_json: Json = False) -> None:
     """Print the version."""
-    typer.echo(__version__)
+    if as_json:
+        print_json({"version": __version__})
+    else:
+        typer.echo(__version__)
 
 
 def _run(work: Any, quiet: bool, as_json: bool) -> None:

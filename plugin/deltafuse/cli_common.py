@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -17,31 +20,39 @@ from rich.table import Column
 from . import show
 from .errors import DeltaFuseError, OutputError
 
-EXIT_REQUIRED = 1  # fewer regions were fused than --require asked for
+EXIT_NO = 1  # the work was done and the answer is no: fewer fused than required, numbers differ, no kernels here
+EXIT_REQUIRED = EXIT_NO  # fewer regions were fused than --require asked for
 EXIT_INPUT = 2  # bad input, bad usage, or the result cannot be written
 EXIT_BUG = 3  # an error that deltafuse did not expect
+EXIT_INTERRUPTED = 130  # Ctrl-C
+
+#: Options that commands share.
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors; show no progress.")]
 
 
 @contextmanager
-def clear_errors() -> Iterator[None]:
-    """Turn exceptions into one line on stderr and an exit code; ``DELTAFUSE_TRACEBACK=1`` shows where they arose."""
+def clear_errors(as_json: bool = False) -> Iterator[None]:
+    """Turn exceptions into one line on stderr and an exit code; ``DELTAFUSE_TRACEBACK=1`` shows where they arose.
+
+    ``as_json``: stdout gets an object with ``error`` and ``exit_code`` besides.
+    """
     try:
         yield
     except (typer.Exit, typer.Abort, SystemExit):
         raise
     except DeltaFuseError as error:
-        fail(str(error), EXIT_INPUT)
+        fail(str(error), EXIT_INPUT, as_json)
     except KeyboardInterrupt:
-        fail("interrupted; nothing was half-written", 130)
+        fail("interrupted; nothing was half-written", EXIT_INTERRUPTED, as_json)
     except BrokenPipeError:
         # The reader of our output left (`| head`): keep Python from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_INPUT) from None
     except Exception as error:
         text = " ".join(str(error).split())
-        fail(
-            f"unexpected {type(error).__name__}: {text} (DELTAFUSE_TRACEBACK=1 shows where; please report it)", EXIT_BUG
-        )
+        message = f"unexpected {type(error).__name__}: {text} (DELTAFUSE_TRACEBACK=1 shows where; please report it)"
+        fail(message, EXIT_BUG, as_json)
 
 
 @contextmanager
@@ -60,10 +71,29 @@ def own_output(said: str = "") -> Iterator[None]:
         raise OutputError("; ".join(filter(None, (f"standard output cannot be written: {reason}", said)))) from error
 
 
-def fail(message: str, code: int) -> None:
+def print_json(value: Any) -> None:
+    """One JSON object on stdout; what is not a finite number becomes null."""
+    if sys.stdout is None:
+        raise OutputError("standard output is closed: --json has nowhere to print")
+    typer.echo(json.dumps(finite(value), indent=2, default=str, allow_nan=False))
+
+
+def finite(value: Any) -> Any:
+    """JSON-ready data with null for what is not a finite number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def fail(message: str, code: int, as_json: bool = False) -> None:
     """Print one error line and leave with ``code``."""
     if os.environ.get("DELTAFUSE_TRACEBACK") == "1":
         traceback.print_exc(file=sys.stderr)
+    if as_json and sys.stdout is not None:
+        with suppress(OSError):
+            typer.echo(json.dumps({"error": message, "exit_code": code}, indent=2))
     out = show.console(stderr=True)
     out.soft_wrap = True  # one line, whatever the terminal's width
     out.print(f"[bold red]error:[/] {escape(message)}")

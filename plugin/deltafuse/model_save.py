@@ -81,8 +81,14 @@ def save(
     source: Path | None = None,
     keep: frozenset[str] = frozenset(),
     progress: Callable[[str, int, int], None] | None = None,
+    external: bool | None = None,
+    data_name: str | None = None,
+    size_threshold: int = INLINE_TENSOR,
 ) -> Saved:
     """Write ``model`` to ``target``, weights beside it in ``<target>.data`` where they were external or are large.
+
+    ``external`` says whether they go there, whatever they were (large ones always do), ``data_name`` under which name,
+    and ``size_threshold`` from how many bytes on.
 
     Weights are streamed tensor by tensor. The file passes ``onnx.checker`` before it takes its name, unless
     ``source``, the file that the model was loaded from, does not pass either: then that is a warning. ``keep``: real
@@ -96,8 +102,12 @@ def save(
     if target.suffix.lower() in TEXT_SUFFIXES:
         raise OutputError(f"{target}: models are written in ONNX's binary form; give a name that ends in .onnx")
     read_from = data_files(model)
-    external = bool(read_from) or sum(t.nbytes for t in all_tensors(model)) > INLINE_LIMIT
-    data_name = _free_data_name(target, read_from | keep) if external else None
+    if external is None:
+        external = bool(read_from)
+    if not external:
+        external = sum(t.nbytes for t in all_tensors(model)) > INLINE_LIMIT
+    wanted = data_name or f"{target.name}.data"
+    data_name = _free_data_name(target, wanted, read_from | keep) if external else None
     if data_name is not None:
         _check_name(target.parent, data_name)
     attributes_to_memory(model)
@@ -109,14 +119,14 @@ def save(
                 model,
                 str(written),
                 external_data=data_name,
-                size_threshold_bytes=INLINE_TENSOR,
+                size_threshold_bytes=size_threshold,
                 callback=_reporter(progress),
             )
             warnings = _check(written, source)
             if data_name is not None and not _has_bytes(aside / data_name):
                 data_name = None  # all weights are small ones, which went into the model's file
-            if data_name not in (None, f"{target.name}.data"):
-                warnings += (f"{target.name}.data exists already and was kept: the new weights are in {data_name}",)
+            if data_name not in (None, wanted):
+                warnings += (f"{wanted} exists already and was kept: the new weights are in {data_name}",)
             return _move_into_place(aside, target, data_name, warnings)
     except OutputError:
         raise
@@ -151,15 +161,15 @@ def _check(written: Path, source: Path | None) -> tuple[str, ...]:
     raise OutputError(f"the result is not valid ONNX and was not written: {problem}")
 
 
-def _free_data_name(target: Path, keep: frozenset[str]) -> str:
-    """A name for the data file: ``<target>.data``, or a numbered one where that file is still needed.
+def _free_data_name(target: Path, wanted: str, keep: frozenset[str]) -> str:
+    """A name for the data file: the one that is wanted, or a numbered one where that file is still needed.
 
     An existing file is replaced only if the model that is being replaced reads it and it is not one to ``keep``.
     """
     replaceable = old_data(target) - keep
     number = 0
     while True:
-        name = f"{target.name}.data" if number == 0 else f"{target.name}.{number}.data"
+        name = wanted if number == 0 else f"{wanted.removesuffix('.data')}.{number}.data"
         path = target.parent / name
         real = os.path.realpath(path)
         taken = os.path.lexists(path)
