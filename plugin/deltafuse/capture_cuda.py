@@ -105,7 +105,7 @@ class CudaApi:
             self._call("cuStreamBeginCapture", stream, mode)
             try:
                 work()
-                return self._call("cuStreamEndCapture", stream)
+                graph = self._call("cuStreamEndCapture", stream)
             except BaseException:
                 # The stream must leave capture in any case; where it has left, this is one more refused call.
                 code, *values = self._driver.cuStreamEndCapture(stream)
@@ -113,6 +113,11 @@ class CudaApi:
                     self._driver.cuGraphDestroy(values[0])
                 _forget_runtime_errors()
                 raise
+            _, count = self._call("cuGraphGetNodes", graph, 0)
+            if not int(count):  # replaying it would leave the old outputs there
+                self._call("cuGraphDestroy", graph)
+                raise CudaError("the step queued nothing on the session's stream: its CUDA EP works on another one")
+            return graph
 
     def host_work(self, graph: Any) -> list[str]:
         """What the graph does with host memory or on the host: it would be repeated with what lay there at capture."""

@@ -6,16 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from . import cuda_ep
 from .assigned import Assignment
 from .capture_cuda import CudaApi, CudaError
 from .capture_device import CudaDevice, HostDevice, OrtCudaDevice
-from .errors import DeltaFuseError
+from .cuda_ep import CUDA_EP
+from .errors import DeltaFuseError, OrtError
 from .placement import LEGACY_DEFAULT_STREAM, STREAM_OPTION
 
 CPU_EP = "CPUExecutionProvider"
-CUDA_EP = "CUDAExecutionProvider"
-#: The names of ONNX Runtime's CUDA EP, the classic one's and the plugin's.
-CUDA_EPS = (CUDA_EP, "CudaPluginExecutionProvider")
 
 
 def make_session(
@@ -29,19 +28,21 @@ def make_session(
     """A session and its device, on a stream of our own where the caller gave none."""
     import onnxruntime as ort
 
+    from .session import auto_device
     from .session import session as make
 
     options = {name: dict(values) for name, values in (provider_options or {}).items()}
     mine: CudaApi | None = None
     why, stream = "", 0
-    wanted = device != "cpu" and graphs != "never" and CUDA_EP in ort.get_available_providers()
-    if wanted and STREAM_OPTION not in options.get(CUDA_EP, {}):
-        number = device.partition(":")[2]
+    if device != "cpu" and graphs != "never" and STREAM_OPTION not in options.get(CUDA_EP, {}):
         try:
-            mine = CudaApi(int(number) if number.isdigit() else 0)
-            stream = mine.make_stream()
-            options.setdefault(CUDA_EP, {})[STREAM_OPTION] = stream
-        except CudaError as error:
+            why = cuda_ep.stream_refusal(ort, cuda_ep.find(ort))
+            kind, index = auto_device() if device == "auto" and not why else ("cuda", _number(device))
+            if kind == "cuda" and not why:
+                mine = CudaApi(index)
+                stream = mine.make_stream()
+                options.setdefault(CUDA_EP, {})[STREAM_OPTION] = stream
+        except (CudaError, OrtError) as error:
             why = str(error)
     try:
         session = make(model, device, sess_options=sess_options, provider_options=options, strict=strict)
@@ -49,26 +50,43 @@ def make_session(
         if mine is not None:
             mine.spare_stream(stream)
         raise
-    if mine is not None and CUDA_EP in session.get_providers():
+    if mine is not None and cuda_ep.of_session(ort, session.get_providers()):
         return session, CudaDevice(mine, stream, owned=True)
     if mine is not None:
         mine.spare_stream(stream)
     return session, device_of(session, why)
 
 
+def _number(device: str) -> int:
+    number = device.partition(":")[2]
+    return int(number) if number.isdigit() else 0
+
+
 def device_of(session: Any, why: str = "") -> HostDevice:
     """Where a session's operands belong, and whether its steps can be captured."""
-    name = next((name for name in session.get_providers() if name in CUDA_EPS), "")
+    import onnxruntime as ort
+
+    name = cuda_ep.of_session(ort, session.get_providers())
     if not name:
         return HostDevice()
     options = session.get_provider_options().get(name, {})
-    index, stream = int(options.get("device_id", 0)), int(str(options.get(STREAM_OPTION) or 0), 0)
+    index, stream = _ordinal(session, options), int(str(options.get(STREAM_OPTION) or 0), 0)
+    if cuda_ep.is_foreign(name) and not why:
+        why = f"{name} is not ONNX Runtime's CUDA EP, and may work on another stream than it is given"
     device = _device(index, stream, why)
     try:
         device.empty((1,), 1)
     except Exception as error:  # an onnxruntime whose CUDA EP is a plugin allocates no memory of CUDA's by itself
         return HostDevice(f"onnxruntime gives no memory of cuda:{index} to the runner: {error}")
     return device
+
+
+def _ordinal(session: Any, options: Mapping[str, str]) -> int:
+    """The session's CUDA ordinal: the classic provider's option, else where its operands are to lie."""
+    if "device_id" in options:
+        return int(options["device_id"])
+    places = [*session.get_output_memory_infos(), *session.get_input_memory_infos()]
+    return next((int(place.device_id) for place in places if place and str(place.name).lower() != "cpu"), 0)
 
 
 def _device(index: int, stream: int, why: str) -> HostDevice:

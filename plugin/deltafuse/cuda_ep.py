@@ -8,8 +8,13 @@ ONNX Runtime has its CUDA EP in two forms: the classic provider inside the wheel
 4. a CUDA plugin library found beside the runtime: in onnxruntime's folder, or the package ``onnxruntime_ep_cuda``;
 5. none: the plugin EP of deltafuse runs alone, with the CPU EP for all other nodes.
 
-Never two of them in one session. The CUDA EP stands before deltafuse's in every session: the first EP of a device
-supplies the streams and the memory of both, and a CUDA EP's kernels crash on a stream that is not of their own type.
+Never two of them in one session. ONNX Runtime's CUDA EP stands before deltafuse's: the first EP of a device supplies
+the streams and the memory of both, and a CUDA EP's kernels crash on a stream that is not of their own type.
+
+A CUDA plugin EP of another maker, which only ``ORT_CUDA_PLUGIN_EP_PATH`` brings in, stands behind deltafuse's. ONNX
+Runtime takes the copies between the CPU and a device from the first EP of that device; one that has no kernels for them
+(nxrt-ep-cuda 0.1.0.dev6, seen on an H200) lets addresses of host memory reach the kernels of all EPs there.
+deltafuse's EP has them, and may stand first because it makes no streams of its own.
 """
 
 from __future__ import annotations
@@ -116,9 +121,19 @@ def libraries_beside(package: Path, plugin_build: bool) -> list[str]:
     return [str(path) for path in found if path.is_file()]
 
 
-def plugin_devices(ort: Any) -> list[Any]:
-    """The devices of CUDA plugin EPs that are registered with onnxruntime."""
-    return [device for device in ort.get_ep_devices() if device.ep_name in PLUGIN_EP_NAMES]
+def plugin_devices(ort: Any, library: str = "") -> list[Any]:
+    """The devices of CUDA plugin EPs that are registered with onnxruntime.
+
+    Of a library that somebody named, here or in ``ORT_CUDA_PLUGIN_EP_PATH``, whatever its EP calls itself; of others,
+    those that have one of the names of ONNX Runtime's own.
+    """
+    named = library or os.environ.get(PATH_VARIABLE, "")
+    return [
+        device
+        for device in ort.get_ep_devices()
+        if device.ep_name in PLUGIN_EP_NAMES
+        or (named and _same_file(device.ep_metadata.get("library_path", ""), named))
+    ]
 
 
 def activate(ort: Any, chosen: CudaEp) -> list[Any]:
@@ -136,7 +151,7 @@ def activate(ort: Any, chosen: CudaEp) -> list[Any]:
             raise OrtError(f"onnxruntime does not take the CUDA plugin EP {chosen.library}: {error}") from error
     devices = [
         device
-        for device in plugin_devices(ort)
+        for device in plugin_devices(ort, chosen.library)
         if not chosen.library or _same_file(device.ep_metadata.get("library_path", ""), chosen.library)
     ]
     if not devices:
@@ -153,21 +168,65 @@ def device_for(devices: Iterable[Any], bus_id: str | None, index: int) -> Any | 
     return numbered[0] if numbered else (known[0] if len(known) == 1 and index == 0 else None)
 
 
-def provider_order(kind: str, cuda: Form, ours: bool) -> tuple[str, ...]:
+def is_foreign(ep_name: str) -> bool:
+    """Is this CUDA EP, which serves a session, another maker's and not ONNX Runtime's own?"""
+    return ep_name not in PLUGIN_EP_NAMES
+
+
+def provider_order(kind: str, cuda: Form, ours: bool, *, foreign: bool = False) -> tuple[str, ...]:
     """The order in which session() adds providers; ONNX Runtime puts its CPU EP behind them.
 
     Args:
         kind: "cuda" or "cpu", the session's device.
         cuda: the form of the CUDA EP.
         ours: does deltafuse's EP serve the session's device?
+        foreign: is the CUDA EP a plugin of another maker?
 
     Returns:
         Of "classic", "plugin", "deltafuse" and "cpu". Empty where nothing serves a CUDA device.
     """
     if kind == "cpu":
         return ("deltafuse",) if ours else ("cpu",)
-    first = (cuda,) if cuda != "none" else ()
-    return (*first, "deltafuse") if ours else first
+    theirs = (cuda,) if cuda != "none" else ()
+    if not ours:
+        return theirs
+    return ("deltafuse", *theirs) if foreign else (*theirs, "deltafuse")
+
+
+def stream_refusal(ort: Any, chosen: CudaEp) -> str:
+    """Why sessions on this CUDA EP cannot be put on a stream, "" where they can. Registers a plugin.
+
+    Raises:
+        OrtError: as :func:`activate`.
+    """
+    if chosen.form == "none":
+        return chosen.reason
+    if chosen.form == "plugin":
+        for device in activate(ort, chosen):
+            if is_foreign(device.ep_name):
+                return (
+                    f"{device.ep_name} is not ONNX Runtime's CUDA EP, and may work on another stream than it is given"
+                )
+    return ""
+
+
+def of_session(ort: Any, providers: Sequence[str]) -> str:
+    """Which of a session's providers is its CUDA EP; "" where none is."""
+    names = {*PLUGIN_EP_NAMES, *(device.ep_name for device in plugin_devices(ort))}
+    return next((name for name in providers if name in names), "")
+
+
+def wrong_ordinal(entry: Any, index: int) -> str:
+    """Why a plugin EP's device is not the CUDA device of this ordinal, by the memory that it declares, or ""."""
+    try:
+        import onnxruntime as ort
+
+        memory = entry.memory_info(ort.OrtDeviceMemoryType.DEFAULT)
+    except Exception:  # an onnxruntime that cannot be asked
+        return ""
+    if memory is None or memory.device_id == index:
+        return ""
+    return f"{entry.ep_name} works with the memory of cuda:{memory.device_id} there"
 
 
 def plugin_options(options: Mapping[str, str]) -> dict[str, str]:

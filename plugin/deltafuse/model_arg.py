@@ -44,8 +44,13 @@ def for_ort(model: Any) -> str | os.PathLike[str] | bytes:
 
 
 def refusal(model: str | os.PathLike[str] | bytes, error: Exception, ort_version: str) -> DeltaFuseError:
-    """Why ONNX Runtime made no session of this model: because of its file, else in ONNX Runtime's own words."""
-    from .onnx_file import check_file
+    """Why ONNX Runtime made no session of this model.
+
+    Because of its file; because of an opset or IR version that is too new for this ONNX Runtime, with the one that it
+    needs; else in ONNX Runtime's own words.
+    """
+    from .onnx_file import check_file, versions
+    from .registry.runtimes import model_refusal
 
     what = "the model" if isinstance(model, bytes) else os.fspath(model)
     text = " ".join(str(error).split()) or type(error).__name__
@@ -54,6 +59,9 @@ def refusal(model: str | os.PathLike[str] | bytes, error: Exception, ort_version
             check_file(Path(model))
         except DeltaFuseError as found:
             return found
+    too_new = model_refusal(*versions(model), ort_version)
+    if too_new is not None:
+        return OrtError(f"{what}: {too_new.reason} ({text})")
     if type(error).__name__ == "InvalidProtobuf":
         return NotOnnxError(f"{what} is not an ONNX model, or is damaged: {text}")
     return OrtError(f"onnxruntime {ort_version} does not take {what}: {text}")

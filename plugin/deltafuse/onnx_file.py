@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,6 +13,7 @@ from .errors import ModelFileError, NotOnnxError, TruncatedModelError
 #: ``ModelProto``'s fields (onnx.proto3) and the wire type of each: 0 varint, 2 length-delimited.
 _MODEL_FIELDS = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 20: 2, 25: 2, 26: 2}
 _GRAPH_FIELD = 7
+_IR_VERSION_FIELD, _OPSET_FIELD = 1, 8
 
 #: Formats that onnx reads as text, by file name; they have no binary form to check.
 TEXT_SUFFIXES = (".textproto", ".prototxt", ".pbtxt", ".json", ".onnxjson", ".onnxtxt", ".onnxtext")
@@ -98,6 +101,55 @@ def _check_outline(path: Path, file: BinaryIO, size: int) -> None:
         fields += 1
     if not seen_graph:
         raise NotOnnxError(f"{path} is not an ONNX model: it holds no graph")
+
+
+def versions(model: str | os.PathLike[str] | bytes) -> tuple[int, int]:
+    """The opset of ONNX's own domain and the IR version of a binary model, each 0 where it does not say.
+
+    Reads the outline only: neither the graph nor the weights in it.
+
+    Raises:
+        ModelFileError: it cannot be read.
+    """
+    try:
+        with BytesIO(model) if isinstance(model, bytes) else Path(model).open("rb") as file:
+            return _versions(file)
+    except OSError as error:
+        raise ModelFileError(f"{os.fspath(model)!r} cannot be read: {error.strerror or error}") from error
+
+
+def _versions(file: BinaryIO) -> tuple[int, int]:
+    opset = ir_version = 0
+    for field, wire_type, value in _fields(file):
+        if field == _IR_VERSION_FIELD and wire_type == 0:
+            ir_version = value
+        elif field == _OPSET_FIELD and wire_type == 2:
+            inner = BytesIO(file.read(value))
+            domain, version = b"", 0
+            for inner_field, inner_type, inner_value in _fields(inner):
+                if inner_type == 2:
+                    text = inner.read(inner_value)
+                    domain = text if inner_field == 1 else domain
+                elif inner_field == 2 and inner_type == 0:
+                    version = inner_value
+            if domain in (b"", b"ai.onnx"):
+                opset = max(opset, version)
+        elif wire_type == 2:
+            file.seek(value, os.SEEK_CUR)
+    return opset, ir_version
+
+
+def _fields(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """Number, wire type, and value or length of each field; the caller moves past what has a length."""
+    while (tag := _varint(file)) is not None:
+        field, wire_type = tag >> 3, tag & 7
+        if wire_type in (1, 5):
+            file.seek(8 if wire_type == 1 else 4, os.SEEK_CUR)
+            continue
+        value = _varint(file) if wire_type in (0, 2) else None
+        if value is None:  # no protobuf, or it ends here
+            return
+        yield field, wire_type, value
 
 
 def _early_end(path: Path, fields: int, start: int, size: int, what: str) -> ModelFileError:

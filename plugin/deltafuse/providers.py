@@ -9,7 +9,7 @@ from . import cuda_ep
 from .cuda_ep import CUDA_EP, CudaEp
 from .discovery import EP_NAME
 from .errors import OptionError, OrtError
-from .placement import checked_stream
+from .placement import STREAM_OPTION, checked_stream
 
 
 def as_text(options: Mapping[str, Any]) -> dict[str, str]:
@@ -51,7 +51,8 @@ def add_providers(
     if kind == "cuda":
         wanted, entry = _cuda(ort, cuda, index, devices, wanted, asked)
     names = []
-    for part in cuda_ep.provider_order(kind, cuda.form, ours is not None):
+    foreign = entry is not None and cuda_ep.is_foreign(entry.ep_name)
+    for part in cuda_ep.provider_order(kind, cuda.form, ours is not None, foreign=foreign):
         if part == "deltafuse":
             chosen.add_provider_for_devices([ours], dict(options.get(EP_NAME, {})))
             names.append(EP_NAME)
@@ -83,6 +84,12 @@ def _cuda(
     entry = cuda_ep.device_for(cuda_ep.activate(ort, cuda), place, index)
     if entry is None:
         raise OrtError(f"cuda:{index}: the CUDA plugin EP {cuda.library} does not serve that device")
+    if why := cuda_ep.wrong_ordinal(entry, index):
+        raise OrtError(f"cuda:{index}: the CUDA plugin EP {cuda.library} does not serve that device: {why}")
+    if cuda_ep.is_foreign(entry.ep_name):
+        if STREAM_OPTION in wanted:
+            raise OptionError(f"{STREAM_OPTION}: {entry.ep_name} is not ONNX Runtime's CUDA EP and may ignore it")
+        wanted = wanted if asked else {}  # our own choices are options of ONNX Runtime's
     return wanted, entry
 
 

@@ -142,6 +142,9 @@ def session(
         kind, remark = "cpu", f"the GPU is not used: {error}"
         warnings.warn(remark, RuntimeWarning, stacklevel=2)
         names = add_providers(ort, chosen, cuda, kind, index, devices, options, asked=asked)
+    others = [name for name in names if kind == "cuda" and name != EP_NAME and cuda_ep.is_foreign(name)]
+    if others and numbers and not asked:
+        numbers = f"the model has a router, and whether {others[0]} rounds to TF32 is not known"
     if EP_NAME not in names and not problem:
         problem = f"the plugin EP does not serve {kind}:{index}: {_why_no_cuda()}"
     if kind == "cuda" and cuda.form == "none":
@@ -298,6 +301,13 @@ def _parse_device(device: str) -> tuple[str, int]:
     if kind == "cuda" and (not colon or number.isdigit()):
         return kind, int(number or 0)
     raise OptionError(f"device {device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+
+
+def auto_device() -> tuple[str, int]:
+    """What the device "auto" is on this machine: "cuda" or "cpu", and the CUDA ordinal."""
+    ort = _onnxruntime()
+    kind, index, _ = _best_device(cuda_ep.find(ort), _plugin_devices(ort)[0])
+    return kind, index
 
 
 def _best_device(cuda: CudaEp, devices: Mapping[str, Any]) -> tuple[str, int, str]:

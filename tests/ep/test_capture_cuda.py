@@ -9,11 +9,11 @@ from typing import Any
 
 import deltafuse
 import numpy as np
-import onnxruntime as ort
 import pytest
 from deltafuse import capture_cuda, capture_session
 from deltafuse.capture_cuda import CudaApi, CudaError
 from deltafuse.capture_device import CudaDevice, HostDevice, OrtCudaDevice
+from deltafuse.cuda_ep import CudaEp
 
 from .capture_kit import FakeApi, HostMemoryCuda, counter, runner
 
@@ -60,7 +60,13 @@ def test_graphs_with_host_memory_are_refused(queued: Any) -> None:
 
 
 def cuda_session(options: dict[str, str], name: str = "CUDAExecutionProvider") -> Any:
-    return types.SimpleNamespace(get_providers=lambda: [name], get_provider_options=lambda: {name: options})
+    place = types.SimpleNamespace(name="Cuda", device_id=3)
+    return types.SimpleNamespace(
+        get_providers=lambda: [name],
+        get_provider_options=lambda: {name: options},
+        get_input_memory_infos=lambda: [types.SimpleNamespace(name="Cpu", device_id=0), place],
+        get_output_memory_infos=lambda: [],
+    )
 
 
 def test_device_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +78,7 @@ def test_device_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CudaDevice, "empty", no_memory)
     found = capture_session.device_of(cuda_session({"user_compute_stream": "77"}, "CudaPluginExecutionProvider"))
-    assert found.name == "cpu" and "no memory of cuda:0 to the runner: use the CUDA package" in found.refusal
+    assert found.name == "cpu" and "no memory of cuda:3 to the runner: use the CUDA package" in found.refusal
     for kind in (CudaDevice, OrtCudaDevice):
         monkeypatch.setattr(kind, "empty", lambda self, shape, element: None)
     found = capture_session.device_of(cuda_session({"device_id": "1", "user_compute_stream": "77"}))
@@ -113,7 +119,7 @@ def test_a_stream_is_made_for_a_path(ends_on: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(capture_session, "CudaApi", Api)
     monkeypatch.setattr(session_module, "session", session)
-    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(capture_session.cuda_ep, "find", lambda ort: CudaEp("classic"))
     _, place = capture_session.make_session(b"", "cuda:1", "auto", None, {"CUDAExecutionProvider": {"a": "b"}}, False)
     assert given["provider_options"] == {"CUDAExecutionProvider": {"a": "b", "user_compute_stream": 99}}
     if ends_on.startswith("CUDA"):
@@ -122,6 +128,38 @@ def test_a_stream_is_made_for_a_path(ends_on: str, monkeypatch: pytest.MonkeyPat
     else:
         assert isinstance(place, HostDevice) and place.name == "cpu"
     assert spared == [99]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        (CudaEp("none", reason="there is no CUDA EP"), "there is no CUDA EP"),
+        (CudaEp("plugin", "/x/cuda.so"), "ORT_CUDA_PLUGIN_EP_PATH is /x/cuda.so: there is no such file"),
+    ],
+)
+def test_no_stream_is_made_where_no_cuda_ep_takes_it(
+    chosen: CudaEp, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_module: Any = sys.modules[deltafuse.session.__module__]
+    given: dict[str, Any] = {}
+
+    def session(model: Any, device: str, **how: Any) -> Any:
+        given.update(how)
+        return cuda_session({"a": "b"})
+
+    monkeypatch.setattr(capture_session.cuda_ep, "find", lambda ort: chosen)
+    monkeypatch.setattr(capture_session, "CudaApi", lambda index: pytest.fail("a stream was made"))
+    monkeypatch.setattr(session_module, "session", session)
+    monkeypatch.setattr(OrtCudaDevice, "empty", lambda self, shape, element: None)
+    _, place = capture_session.make_session(b"", "cuda", "auto", None, None, False)
+    assert given["provider_options"] == {} and place.refusal == reason and place.index == 3
+
+
+def test_steps_of_another_makers_cuda_ep_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_session.cuda_ep, "of_session", lambda ort, names: "another_ep")
+    monkeypatch.setattr(OrtCudaDevice, "empty", lambda self, shape, element: None)
+    found = capture_session.device_of(cuda_session({"user_compute_stream": "77"}, "another_ep"))
+    assert isinstance(found, OrtCudaDevice) and "may work on another stream" in found.refusal
 
 
 class Code(int):
@@ -229,6 +267,13 @@ def test_host_work_in_a_graph_is_found(node: Any, what: str, bindings: FakeBindi
     with pytest.raises(CudaError, match=f"the step has {what}, which"):
         CudaDevice(api, 7).capture(lambda: None)
     assert bindings.calls[-2:] == ["cuGraphDestroy", "cuCtxPopCurrent"] and "cuGraphInstantiate" not in bindings.calls
+
+
+def test_a_step_that_is_on_another_stream(bindings: FakeBindings) -> None:
+    """An empty graph: replaying it would leave the outputs of the step before."""
+    with pytest.raises(CudaError, match="the step queued nothing on the session's stream"):
+        CudaApi(0).capture(7, lambda: None)
+    assert bindings.calls[-2:] == ["cuGraphDestroy", "cuCtxPopCurrent"]
 
 
 def test_a_capture_that_fails_ends(bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch) -> None:

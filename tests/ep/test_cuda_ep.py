@@ -139,7 +139,7 @@ def test_find_reads_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         cuda_ep.activate(FakeOrt(tmp_path, classic=True), found)
 
 
-@pytest.mark.parametrize("ep_name", cuda_ep.PLUGIN_EP_NAMES)
+@pytest.mark.parametrize("ep_name", [*cuda_ep.PLUGIN_EP_NAMES, "another_ep"])
 @pytest.mark.parametrize("classic", [False, True])
 def test_an_explicit_plugin_is_registered_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classic: bool, ep_name: str
@@ -153,11 +153,61 @@ def test_an_explicit_plugin_is_registered_once(
         names = providers.add_providers(
             ort, chosen, cuda_ep.find(ort), "cuda", 1, OURS, {CUDA_EP: {"use_tf32": "0"}, EP_NAME: {}}, asked=True
         )
-        assert names == [ep_name, EP_NAME]
-        (first, options), (second, _) = chosen.added
+        added = chosen.added
+        if ep_name == "another_ep":  # of another maker: the copies at the CPU's border must be ours
+            assert names == [EP_NAME, ep_name]
+            added = added[::-1]
+        else:
+            assert names == [ep_name, EP_NAME]
+        (first, options), (second, _) = added
         assert first.device.metadata["pci_bus_id"] == "0000:41:00.0", "matched by PCI bus id"
         assert options == {"use_tf32": "0"} and second is OURS["cuda:1"]
     assert ort.registered == [(cuda_ep.REGISTRATION_NAME, str(library))]
+
+
+def test_a_plugin_of_another_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named explicitly it is used whatever its EP is called, but takes none of ONNX Runtime's options on trust."""
+    library = tmp_path / "cuda.so"
+    library.write_text("")
+    ort = FakeOrt(tmp_path, classic=False, ep_name="another_ep")
+    ort.register_execution_provider_library("by the program", str(library))
+    assert cuda_ep.find(ort).form == "none", "a registered EP of an unknown name is not taken for a CUDA EP"
+    monkeypatch.setenv(cuda_ep.PATH_VARIABLE, str(library))
+    found = cuda_ep.find(ort)
+    assert (found.form, found.registered) == ("plugin", True)
+    assert cuda_ep.of_session(ort, [EP_NAME, "another_ep", "CPUExecutionProvider"]) == "another_ep"
+    assert cuda_ep.of_session(ort, [EP_NAME, "CPUExecutionProvider"]) == ""
+    assert "another_ep is not ONNX Runtime's CUDA EP" in cuda_ep.stream_refusal(ort, found)
+
+    def add(given: dict[str, str], *, asked: bool) -> FakeOptions:
+        chosen = FakeOptions()
+        providers.add_providers(ort, chosen, found, "cuda", 1, OURS, {CUDA_EP: given}, asked=asked)
+        return chosen
+
+    assert add({"use_tf32": "0"}, asked=False).added[1][1] == {}, "our own choice for routers is not forced on it"
+    assert add({"a": "b"}, asked=True).added[1][1] == {"a": "b"}
+    with pytest.raises(OptionError, match="user_compute_stream: another_ep is not ONNX Runtime's CUDA EP and may"):
+        add({"user_compute_stream": "0"}, asked=True)
+    assert cuda_ep.provider_order("cuda", "plugin", False, foreign=True) == ("plugin",)
+
+
+@pytest.mark.parametrize(("declared", "works"), [(0, False), (1, True), (None, True)])
+def test_a_plugin_that_knows_one_device_only(tmp_path: Path, declared: int | None, works: bool) -> None:
+    """By the memory that it declares for the device: a plugin that works on cuda:0 whichever GPU it is given."""
+    ort, chosen = FakeOrt(tmp_path, classic=False), FakeOptions()
+    ort.register_execution_provider_library("by the program", "/x/cuda.so")
+    place = None if declared is None else SimpleNamespace(device_id=declared)
+    for found in ort.devices:
+        found.memory_info = lambda kind: place
+    if works:
+        providers.add_providers(ort, chosen, cuda_ep.find(ort), "cuda", 1, OURS, {}, asked=False)
+        assert len(chosen.added) == 2
+        return
+    with pytest.raises(
+        OrtError, match="does not serve that device: CUDAExecutionProvider works with the memory of cuda:0"
+    ):
+        providers.add_providers(ort, chosen, cuda_ep.find(ort), "cuda", 1, OURS, {}, asked=False)
+    assert not chosen.added
 
 
 def test_a_plugin_that_does_not_work(tmp_path: Path) -> None:

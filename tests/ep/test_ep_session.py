@@ -6,6 +6,7 @@ import builtins
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deltafuse
@@ -17,6 +18,7 @@ from deltafuse.assigned import NodeAssignment
 from deltafuse.custom_ops.kda.reference import reference, relative_error, tolerance
 from deltafuse.discovery import EP_NAME, PluginError
 from deltafuse.errors import DeltaFuseError, OptionError, OrtError
+from deltafuse.onnx_file import versions
 from onnx import TensorProto, helper
 
 from .call import SMALL, call_model, draw, quiet, run
@@ -268,3 +270,29 @@ def test_old_and_missing_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", no_onnxruntime)
     with pytest.raises(OrtError, match="pip install onnxruntime"):
         deltafuse.register()
+
+
+@pytest.mark.parametrize("given_as", ["path", "bytes"])
+@pytest.mark.parametrize(("opset", "ir_version", "what"), [(99, 10, "opset 99"), (20, 99, "IR version 99")])
+def test_a_model_that_is_too_new_for_this_onnxruntime(
+    opset: int, ir_version: int, what: str, given_as: str, tmp_path: Path
+) -> None:
+    """It says which onnxruntime is needed, not only that this one does not load it."""
+    model = call_model(SMALL, draw(SMALL, 1, 3))
+    model.ir_version = ir_version
+    next(entry for entry in model.opset_import if entry.domain == "").version = opset
+    path = tmp_path / "new.onnx"
+    path.write_bytes(model.SerializeToString())
+    given = path if given_as == "path" else path.read_bytes()
+    with pytest.raises(OrtError, match=rf"the model has {what}: onnxruntime .* loads up to \d+; it needs a newer"):
+        deltafuse.session(given, "cpu", sess_options=quiet())
+
+
+def test_versions_of_a_model() -> None:
+    model = call_model(SMALL, draw(SMALL, 1, 3))
+    want = (next(entry.version for entry in model.opset_import if entry.domain == ""), model.ir_version)
+    assert len(model.opset_import) > 1 and versions(model.SerializeToString()) == want
+    for entry in model.opset_import:
+        entry.domain = entry.domain or "ai.onnx"
+    assert versions(model.SerializeToString()) == want
+    assert versions(b"") == versions(b"\xff\xff") == versions(b"\x08") == (0, 0)

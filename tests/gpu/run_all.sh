@@ -3,6 +3,7 @@
 #
 #   tests/gpu/run_all.sh [RESULTS]        results go to RESULTS, else to $OUT, else to build/gpu
 #   STEPS="kernels ep" tests/gpu/run_all.sh
+#   ORT_CUDA_PLUGIN_EP_PATH=... STEPS=plugin tests/gpu/run_all.sh      beside that CUDA plugin EP
 #
 # Uses what is installed. What is not, it takes from the folder $CARRY (default .carry), if that is there:
 #   ortgpu*.tar.xz        an onnxruntime package with the CUDA EP
@@ -17,10 +18,12 @@ mkdir -p "$results"
 results=$(cd "$results" && pwd)
 carry=${CARRY:-.carry}
 python=${PYTHON:-python3}
-steps=${STEPS:-kernels ep capture sanitizer bench}
+steps=${STEPS:-kernels ep plugin capture sanitizer bench}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 summary=$results/summary.txt
+cuda_plugin=${ORT_CUDA_PLUGIN_EP_PATH:-} # for its own step only: the others are about the classic provider
+unset ORT_CUDA_PLUGIN_EP_PATH
 : >"$summary"
 failed=0
 say() { echo "$@" | tee -a "$summary"; }
@@ -94,16 +97,24 @@ step() {
   [ "$code" -eq 0 ] || failed=1
 }
 tests=("$python" -m pytest -q -p no:cacheprovider -rsfE)
+sanitizer_flags=
 sanitizer() { # NAME TOOL COMMAND...
   local name=$1 tool=$2
   shift 2
-  step "$name" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@"
+  step "$name" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 $sanitizer_flags "$@"
 }
 
 for chosen in $steps; do
   case $chosen in
     kernels) step kernels 500 "${tests[@]}" tests/gpu/test_kda_cuda.py ;;
     ep) step ep 420 "${tests[@]}" tests/gpu/test_ep_cuda.py tests/gpu/test_ep_life_cuda.py ;;
+    plugin) # beside a CUDA plugin EP, in a process of its own: what is registered stays
+      if [ -z "$cuda_plugin" ]; then
+        say "plugin: skipped, ORT_CUDA_PLUGIN_EP_PATH names no CUDA plugin EP"
+        continue
+      fi
+      step plugin 300 env ORT_CUDA_PLUGIN_EP_PATH="$cuda_plugin" "${tests[@]}" tests/gpu/test_cuda_plugin.py
+      ;;
     capture) step capture 400 "${tests[@]}" tests/gpu/test_capture_cuda.py ;;
     sanitizer)
       if ! command -v compute-sanitizer >/dev/null; then
@@ -113,11 +124,19 @@ for chosen in $steps; do
       for tool in memcheck racecheck initcheck synccheck; do
         sanitizer "sanitizer-$tool" "$tool" "$python" tests/gpu/sanitize_kda.py
       done
-      # The EP alone: its allocator, copies and kernels, without the CUDA EP's own work.
-      sanitizer sanitizer-ep memcheck "${tests[@]}" tests/gpu/test_ep_cuda.py \
-        -k 'alone and (against_reference and float16 or what_runs_where)'
+      # The EP alone: its allocator, copies and kernels, without the CUDA EP's own work. No host backtraces: the tool
+      # would keep Python's frames for them, and with these the sessions that a test lets go of.
+      sanitizer_flags="--show-backtrace device"
+      for tool in memcheck racecheck initcheck synccheck; do
+        sanitizer "sanitizer-ep-$tool" "$tool" "${tests[@]}" tests/gpu/test_ep_cuda.py \
+          -k 'alone and (against_reference and float16 or what_runs_where)'
+      done
       sanitizer sanitizer-ep-memory memcheck "${tests[@]}" tests/gpu/test_ep_life_cuda.py \
         -k 'known_shapes or a_limit_is_kept or kernels_in_the_profile and alone'
+      # Beside the CUDA EP, on its memory and stream.
+      sanitizer sanitizer-ep-beside memcheck "${tests[@]}" tests/gpu/test_ep_cuda.py \
+        -k 'cuda and first and (states_pass or what_runs_where) or states_bound_in_place and 70 and layer'
+      sanitizer_flags=
       ;;
     bench)
       for bench in tests/bench/bench_*.py; do
