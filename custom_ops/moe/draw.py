@@ -18,7 +18,7 @@ CASES = (
     "normal",
     "ties",  # experts in pairs with equal router rows and biases, some across groups
     "equal-scores",  # every expert scores the same for every token
-    "near-ties",  # experts that differ by an ulp of one router weight
+    "near-ties",  # experts whose logits differ in their last bits
     "one-expert",  # all tokens go to the same top_k experts
     "two-experts",  # most experts have no token
     "bias-nan",  # a corrupted expert bias
@@ -97,9 +97,7 @@ def _router(config: MoeConfig, x: Array, rng: np.random.Generator, case: str) ->
         weight[:], router_bias[:], bias[:] = 0.0, 0.25, 0.0
     elif case == "near-ties":
         weight[:], router_bias[:], bias[:] = weight[0], 0.125, 0.0
-        column = weight[:, 0].astype(np.float32)
-        up = rng.random(experts) < 0.5
-        weight[:, 0] = np.where(up, np.nextafter(column, np.float32(np.inf)), column)
+        weight *= 1.0 + 2.0**-21 * rng.integers(0, 3, (experts, 1))
     elif case in ("one-expert", "two-experts"):
         # in groups that can all stay
         kept = np.isin(
@@ -159,7 +157,7 @@ def draw_inputs(
     hidden, inter, joined = config.hidden_size, config.intermediate_size, 2 if config.gated else 1
     lead = tokens if isinstance(tokens, tuple) else (tokens,)
     x = rng.standard_normal((int(np.prod(lead)), hidden))
-    x *= {"large-activations": 30.0, "small-activations": 1e-3}.get(case, 1.0)
+    x *= {"large-activations": 30.0, "small-activations": 0.1}.get(case, 1.0)
     if case == "zero-tokens":
         x[::2] = 0.0
     x = x.astype(DTYPES[dtype])

@@ -201,6 +201,8 @@ class MoeConfig:
         if min(sizes.values()) < 1:
             shown = ", ".join(f"{name} {value}" for name, value in sizes.items())
             return Refusal("geometry", f"{shown}: all must be 1 or more")
+        if self.shared_intermediate_size < 0:
+            return Refusal("geometry", f"shared_intermediate_size {self.shared_intermediate_size}: must be 0 or more")
         if self.top_k > self.num_experts:
             return Refusal("top-k", f"top_k {self.top_k} of num_experts {self.num_experts}")
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
