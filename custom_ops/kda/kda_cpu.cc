@@ -1,85 +1,20 @@
 // The KDA kernel for CPUs: checks, the choice of an instruction set, and the work's division among threads.
 #include <atomic>
 #include <cmath>
-#include <cstdarg>
-#include <cstdio>
-#include <thread>
 
+#include "../common/cpu_support.h"
 #include "kda.h"
 #include "kda_cpu_plan.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-// The vector types stay inside each instruction set's own functions, so how they would be passed does not matter.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 namespace deltafuse::kda::cpu {
 
-#if defined(__x86_64__)
+using deltafuse::cpu::FlushSubnormals;
+using deltafuse::cpu::InstructionSet;
+using deltafuse::cpu::Reason;
+using deltafuse::cpu::Threads;
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
-#endif
-namespace avx512 {
-#define DELTAFUSE_LANES 16
-#define DELTAFUSE_ROWS 8
-#include "kda_cpu_simd.h"
-// after the vectors
-#include "kda_cpu_chunk.h"
-// after the recurrence
-#include "kda_cpu_task.h"
-#undef DELTAFUSE_LANES
-#undef DELTAFUSE_ROWS
-#undef DELTAFUSE_INLINE
-}  // namespace avx512
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-namespace avx2 {
-#define DELTAFUSE_LANES 8
-#define DELTAFUSE_ROWS 4
-#include "kda_cpu_simd.h"
-// after the vectors
-#include "kda_cpu_chunk.h"
-// after the recurrence
-#include "kda_cpu_task.h"
-#undef DELTAFUSE_LANES
-#undef DELTAFUSE_ROWS
-#undef DELTAFUSE_INLINE
-}  // namespace avx2
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-
-#endif  // __x86_64__
-
-namespace baseline {
-#define DELTAFUSE_LANES 4
-#define DELTAFUSE_ROWS 4
-#include "kda_cpu_simd.h"
-// after the vectors
-#include "kda_cpu_chunk.h"
-// after the recurrence
-#include "kda_cpu_task.h"
-#undef DELTAFUSE_LANES
-#undef DELTAFUSE_ROWS
-#undef DELTAFUSE_INLINE
-}  // namespace baseline
+#define DELTAFUSE_CPU_CODE "../kda/kda_cpu_code.h"
+#include "../common/cpu_instruction_sets.h"
 
 namespace {
 
@@ -92,45 +27,13 @@ struct Kernels {
 std::atomic<int> chosen{0};
 
 Kernels Choose() {
+  const InstructionSet best = deltafuse::cpu::BestInstructionSet(chosen.load(std::memory_order_relaxed));
 #if defined(__x86_64__)
-  const int limit = chosen.load(std::memory_order_relaxed);
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && limit == 0) return {avx512::RunTask, avx512::RunLateNorm};
-  if (avx2 && limit != 1) return {avx2::RunTask, avx2::RunLateNorm};
+  if (best == InstructionSet::kAvx512) return {avx512::RunTask, avx512::RunLateNorm};
+  if (best == InstructionSet::kAvx2) return {avx2::RunTask, avx2::RunLateNorm};
 #endif
+  static_cast<void>(best);
   return {baseline::RunTask, baseline::RunLateNorm};
-}
-
-// Subnormal numbers cost a hundred cycles each on some processors, and strong decay makes many of them.
-class FlushSubnormals {
- public:
-#if defined(__x86_64__)
-  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
-  ~FlushSubnormals() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#else
-  FlushSubnormals() {}  // as the processor is set
-#endif
-};
-
-int64_t Threads() {
-  static const int64_t threads = std::thread::hardware_concurrency();
-  return threads > 0 ? threads : 1;
-}
-
-const char* Reason(const char* format, ...) __attribute__((format(printf, 1, 2)));
-const char* Reason(const char* format, ...) {
-  thread_local char text[256];
-  va_list values;
-  va_start(values, format);
-  std::vsnprintf(text, sizeof(text), format, values);
-  va_end(values);
-  return text;
 }
 
 int64_t Channels(const Params& p) {

@@ -1,4 +1,4 @@
-// The delta rule on one chunk of up to 16 tokens, and on one token. Included as kda_cpu_simd.h is, after it.
+// The delta rule on one chunk of up to 16 tokens, and on one token. Included as cpu_simd.h is, after it.
 //
 // With decays e_t = exp(g_t) and everything below in one head (kda-math's chunked form, without a single exponent
 // beyond the e_t themselves: decays between tokens are running products, so none is larger than 1 and none is a
