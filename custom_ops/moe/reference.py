@@ -150,11 +150,10 @@ def activate(kind: str, x: Float64) -> Float64:
     return x * 0.5 * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def expert(config: MoeConfig, x: Float64, gate_up: Float64, down: Float64) -> Float64:
-    """One expert's output for ``[N, D]``, from ``[G*I, D]`` and ``[D, I]``."""
-    mixed = x @ gate_up.T
+def hidden(config: MoeConfig, mixed: Float64) -> Float64:
+    """What the down projection sees: ``[N, I]`` from ``[N, G*I]`` outputs of the first half."""
     if not config.gated:
-        return activate(config.activation, mixed) @ down.T
+        return activate(config.activation, mixed)
     gate, up = np.split(mixed, 2, axis=-1)
     if config.clamp == "before":
         gate = np.minimum(gate, config.gate_limit)
@@ -163,7 +162,12 @@ def expert(config: MoeConfig, x: Float64, gate_up: Float64, down: Float64) -> Fl
         gate = np.minimum(gate, config.gate_limit)
     if config.clamp != "none":
         up = np.clip(up, -config.up_limit, config.up_limit)
-    return (gate * up) @ down.T
+    return gate * up
+
+
+def expert(config: MoeConfig, x: Float64, gate_up: Float64, down: Float64) -> Float64:
+    """One expert's output for ``[N, D]``, from ``[G*I, D]`` and ``[D, I]``."""
+    return hidden(config, x @ gate_up.T) @ down.T
 
 
 def reference(config: MoeConfig, inputs: Mapping[str, Array]) -> dict[str, Array]:
