@@ -28,7 +28,7 @@ def make_session(
     """A session and its device, on a stream of our own where the caller gave none."""
     import onnxruntime as ort
 
-    from .session import auto_device
+    from .session import auto_device, parse_device
     from .session import session as make
 
     options = {name: dict(values) for name, values in (provider_options or {}).items()}
@@ -37,7 +37,7 @@ def make_session(
     if device != "cpu" and graphs != "never" and STREAM_OPTION not in options.get(CUDA_EP, {}):
         try:
             why = cuda_ep.stream_refusal(ort, cuda_ep.find(ort))
-            kind, index = auto_device() if device == "auto" and not why else ("cuda", _number(device))
+            kind, index = auto_device() if device == "auto" and not why else parse_device(device)
             if kind == "cuda" and not why:
                 mine = CudaApi(index)
                 stream = mine.make_stream()
@@ -55,11 +55,6 @@ def make_session(
     if mine is not None:
         mine.spare_stream(stream)
     return session, device_of(session, why)
-
-
-def _number(device: str) -> int:
-    number = device.partition(":")[2]
-    return int(number) if number.isdigit() else 0
 
 
 def device_of(session: Any, why: str = "") -> HostDevice:

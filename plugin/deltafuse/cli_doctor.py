@@ -156,8 +156,8 @@ def _plugin(runtime: dict[str, Any]) -> dict[str, Any]:
         found["problem"] = _text(error)
         return found
     found["library"], found["source"] = str(place.path), place.source
-    found["damage"] = elf.damage(place.path)
-    if found["damage"]:  # the loader is not asked: it may crash
+    found["damage"] = elf.damage(place.path) or elf.killed_by_loading(place.path)
+    if found["damage"]:  # the loader is not asked here: it may crash
         found["problem"] = found["damage"]
         return found
     found["wrong_machine"] = elf.wrong_architecture(place.path)

@@ -73,8 +73,14 @@ def places(path: str | os.PathLike[str] | None = None) -> Iterator[Place]:
 
     Args:
         path: an explicit path, or None.
+
+    Raises:
+        PluginError: it is no path.
     """
-    named = [("argument", os.fspath(path) if path is not None else "")]
+    try:
+        named = [("argument", os.fsdecode(path) if path is not None else "")]
+    except TypeError as error:
+        raise PluginError(f"the library's path is {path!r}: expected a path") from error
     named += [(variable, os.environ.get(variable, "")) for variable in LIBRARY_VARIABLES]
     for source, value in named:
         if value:

@@ -202,7 +202,7 @@ def _cuda_ep(found: Findings) -> Iterator[Problem]:
                 "or put its folder on LD_LIBRARY_PATH"
             )
             yield Problem("cuda-library-missing", "warning", text, step)
-    if cuda["form"] == "plugin":
+    if cuda["form"] == "plugin" and not cuda["file_missing"]:
         text = f"another CUDA plugin is present and used: {cuda['library'] or 'a registered one'} ({cuda['reason']})"
         step = f"nothing; to use another, set or unset {PATH_VARIABLE}"
         yield Problem("other-cuda-plugin", "note", text, step)

@@ -7,7 +7,10 @@ import mmap
 import os
 import platform
 import re
+import signal
 import struct
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,6 +135,27 @@ def damage(path: str | os.PathLike[str]) -> str:
     except (ElfError, OSError) as error:
         return f"{path} is no library: {error}"
     return ""
+
+
+def killed_by_loading(path: str | os.PathLike[str]) -> str:
+    """What becomes of a process that loads the file, if that kills it; "" where it lives, or cannot be tried.
+
+    Tried in another process. Damage in the middle of a file shows nowhere in its headers.
+    """
+    if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name:
+        return ""  # a program that has Python inside: started again, it would not take Python's options
+    command = [sys.executable, "-I", "-S", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", os.path.realpath(path)]
+    try:
+        code = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=60).returncode
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    if code >= 0:
+        return ""
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"{path} is no library: it is damaged, loading it ends the process ({name})"
 
 
 def wrong_architecture(path: str | os.PathLike[str]) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from .errors import DeltaFuseError, ModelKindError, NotOnnxError, OrtError, OutputError
+from .discovery import EP_NAME
+from .errors import DeltaFuseError, ModelKindError, NotOnnxError, OptionError, OrtError, OutputError
+
+#: What the plugin EP answers to an option that it does not understand, in ONNX Runtime's account of it.
+_EP_SAYS = re.compile(rf"{EP_NAME}: (there is no option |\w+ '[^']*': ).*")
 
 
 def for_ort(model: Any) -> str | os.PathLike[str] | bytes:
@@ -59,6 +64,8 @@ def refusal(model: str | os.PathLike[str] | bytes, error: Exception, ort_version
             check_file(Path(model))
         except DeltaFuseError as found:
             return found
+    if (ours := _EP_SAYS.search(text)) is not None:
+        return OptionError(ours[0])
     too_new = model_refusal(*versions(model), ort_version)
     if too_new is not None:
         return OrtError(f"{what}: {too_new.reason} ({text})")

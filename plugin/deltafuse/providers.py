@@ -32,7 +32,8 @@ def add_providers(
 
     Args:
         ort: onnxruntime.
-        chosen: the ``SessionOptions``; unchanged where this raises.
+        chosen: the ``SessionOptions``; unchanged where this raises, unless a plugin EP of another maker refuses its
+            own device.
         cuda: the CUDA EP to use.
         kind, index: the session's device: "cuda" or "cpu", and the CUDA ordinal.
         devices: the plugin EP's devices by name ("cpu", "cuda:0").

@@ -18,7 +18,7 @@ from .assigned import Assignment, NodeAssignment, model_calls
 from .cuda_ep import CUDA_EP, CudaEp
 from .discovery import EP_NAME, PluginError, check_library, get_library_path, refusals
 from .errors import DeltaFuseError, OptionError, OrtError
-from .lifetime import other_version
+from .lifetime import making, other_version
 from .model_arg import for_ort, refusal
 from .providers import add_providers, as_text
 
@@ -110,9 +110,9 @@ def session(
         DeltaFuseError: with ``strict``, a deltafuse node that the plugin EP does not run, with the reason.
     """
     ort = _onnxruntime()
-    kind, index = _parse_device(device)
+    kind, index = parse_device(device)
     path_or_bytes = for_ort(path_or_bytes)
-    if sess_options is not None and not hasattr(sess_options, "has_providers"):
+    if sess_options is not None and (isinstance(sess_options, type) or not hasattr(sess_options, "has_providers")):
         raise OptionError(f"sess_options {sess_options!r}: expected an onnxruntime.SessionOptions")
     if sess_options is not None and sess_options.has_providers():
         raise OptionError("sess_options already has providers: session() adds them itself, to fresh options each time")
@@ -120,10 +120,28 @@ def session(
         options = {name: dict(values) for name, values in (provider_options or {}).items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise OptionError(f"provider_options {provider_options!r}: expected options by provider name") from error
-    unknown = sorted(set(options) - {CUDA_EP, EP_NAME})
+    unknown = sorted(set(options) - {CUDA_EP, EP_NAME}, key=str)
     if unknown:
-        raise OptionError(f"provider_options for {', '.join(unknown)}: session() uses {CUDA_EP} and {EP_NAME}")
+        raise OptionError(
+            f"provider_options for {', '.join(map(str, unknown))}: session() uses {CUDA_EP} and {EP_NAME}"
+        )
 
+    with making.one():
+        return _make(ort, path_or_bytes, device, (kind, index), sess_options, options, strict=strict)
+
+
+def _make(
+    ort: Any,
+    path_or_bytes: str | os.PathLike[str] | bytes,
+    device: str,
+    place: tuple[str, int],
+    sess_options: Any,
+    options: dict[str, dict[Any, Any]],
+    *,
+    strict: bool,
+) -> Any:
+    """The session, of arguments that were checked."""
+    kind, index = place
     asked = bool(options.get(CUDA_EP))
     options[CUDA_EP], numbers = fallback.tf32_choice(path_or_bytes, as_text(options.get(CUDA_EP, {})))
     devices, problem = _plugin_devices(ort)
@@ -140,7 +158,7 @@ def session(
         if not auto or kind == "cpu":
             raise
         kind, remark = "cpu", f"the GPU is not used: {error}"
-        warnings.warn(remark, RuntimeWarning, stacklevel=2)
+        warnings.warn(remark, RuntimeWarning, stacklevel=3)
         names = add_providers(ort, chosen, cuda, kind, index, devices, options, asked=asked)
     others = [name for name in names if kind == "cuda" and name != EP_NAME and cuda_ep.is_foreign(name)]
     if others and numbers and not asked:
@@ -149,7 +167,7 @@ def session(
         problem = f"the plugin EP does not serve {kind}:{index}: {_why_no_cuda()}"
     if kind == "cuda" and cuda.form == "none":
         remark = f"{cuda.reason}: all nodes but deltafuse's run on the CPU"
-        warnings.warn(remark, RuntimeWarning, stacklevel=2)
+        warnings.warn(remark, RuntimeWarning, stacklevel=3)
 
     remarks = [problem or remark, numbers if kind == "cuda" else ""]
 
@@ -294,11 +312,16 @@ def _why_no_cuda() -> str:
         return str(error)
 
 
-def _parse_device(device: str) -> tuple[str, int]:
+def parse_device(device: str) -> tuple[str, int]:
+    """A device in words as its kind and ordinal.
+
+    Raises:
+        OptionError: it is none.
+    """
     kind, colon, number = str(device).partition(":")
     if kind in ("auto", "cpu") and not colon:
         return kind, 0
-    if kind == "cuda" and (not colon or number.isdigit()):
+    if kind == "cuda" and (not colon or (number.isdecimal() and number.isascii())):
         return kind, int(number or 0)
     raise OptionError(f"device {device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
 
@@ -306,7 +329,8 @@ def _parse_device(device: str) -> tuple[str, int]:
 def auto_device() -> tuple[str, int]:
     """What the device "auto" is on this machine: "cuda" or "cpu", and the CUDA ordinal."""
     ort = _onnxruntime()
-    kind, index, _ = _best_device(cuda_ep.find(ort), _plugin_devices(ort)[0])
+    with making.one():
+        kind, index, _ = _best_device(cuda_ep.find(ort), _plugin_devices(ort)[0])
     return kind, index
 
 

@@ -271,8 +271,9 @@ def test_alone_on_the_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.cuda_ep, "find", lambda ort: CudaEp("none", reason="there is no CUDA EP"))
     monkeypatch.setattr(module, "add_providers", lambda *_, **__: [])
     model = call_model(SMALL, draw(SMALL, 1, 3)).SerializeToString()
-    with pytest.warns(RuntimeWarning, match="there is no CUDA EP: all nodes but deltafuse's run on the CPU"):
+    with pytest.warns(RuntimeWarning, match="there is no CUDA EP: all nodes but deltafuse's run on the CPU") as said:
         make_session(model, "cuda:0", sess_options=quiet())
+    assert said[0].filename == __file__, "the warning names the caller's line"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_session(model, "cpu", sess_options=quiet())

@@ -154,3 +154,10 @@ def test_import_is_fast_and_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.strip()
     assert "'onnxruntime'" not in loaded and "'onnx'" not in loaded and "torch" not in loaded, loaded
+
+
+@pytest.mark.parametrize("path", [5, object(), ["x"]])
+def test_what_is_no_path(path: object) -> None:
+    for look in (deltafuse.get_library_path, deltafuse.register):
+        with pytest.raises(PluginError, match="expected a path"):
+            look(path)  # type: ignore[operator]

@@ -187,17 +187,22 @@ def test_calls_inside_a_loop_run_on_the_plugin(library: str) -> None:
     assert relative_error(final, twice["final_state"]) <= allowed
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:", "cuda:x", ""])
-def test_unknown_devices(device: str) -> None:
-    with pytest.raises(OptionError, match="expected 'auto', 'cpu', 'cuda' or 'cuda:N'"):
-        deltafuse.session(model_bytes(), device=device)
+@pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:", "cuda:x", "", "cuda:\u00b2", "cuda:\u0661", 5, None])
+def test_unknown_devices(device: Any) -> None:
+    for make in (deltafuse.session, deltafuse.capture):
+        with pytest.raises(OptionError, match="expected 'auto', 'cpu', 'cuda' or 'cuda:N'"):
+            make(model_bytes(), device=device)
 
 
 def test_unknown_providers_and_options(library: str) -> None:
     with pytest.raises(OptionError, match="TensorrtExecutionProvider"):
         deltafuse.session(model_bytes(), provider_options={"TensorrtExecutionProvider": {}})
-    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+    with pytest.raises(OptionError, match="provider_options for 1, 2: session"):
+        deltafuse.session(model_bytes(), provider_options={2: {}, 1: {}})
+    with pytest.raises(OptionError, match=r"^DeltaFuseExecutionProvider: there is no option 'turbo': there are"):
         deltafuse.session(model_bytes(), sess_options=quiet(), provider_options={EP_NAME: {"turbo": "1"}})
+    with pytest.raises(OptionError, match=r"expected an onnxruntime\.SessionOptions"):
+        deltafuse.session(model_bytes(), sess_options=ort.SessionOptions)  # the class, not one of it
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")

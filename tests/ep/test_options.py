@@ -5,6 +5,7 @@ from __future__ import annotations
 import deltafuse
 import pytest
 from deltafuse.discovery import EP_NAME
+from deltafuse.errors import OptionError
 
 from .call import SMALL, call_model, draw, quiet
 
@@ -33,7 +34,7 @@ MODEL = call_model(SMALL, draw(SMALL, 1, 2)).SerializeToString()
     ],
 )
 def test_refused(options: dict[str, object], says: str) -> None:
-    with pytest.raises(Exception, match=f"{EP_NAME}: {says}"):
+    with pytest.raises(OptionError, match=f"^{EP_NAME}: {says}"):
         deltafuse.session(MODEL, "cpu", sess_options=quiet(), provider_options={EP_NAME: options}, strict=True)
 
 

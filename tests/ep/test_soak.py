@@ -167,6 +167,68 @@ def test_unregistering_with_a_live_session_is_refused() -> None:
     )
 
 
+def test_registrations_end_while_other_threads_make_sessions() -> None:
+    """onnxruntime frees its descriptions of the devices with a registration: no session may be half-made from them."""
+    in_a_process(
+        """
+        inputs = draw(SMALL, 1, 5)
+        model = call_model(SMALL, inputs).SerializeToString()
+        first = run(make(model), SMALL, inputs)
+        ended = []
+        def work(_):
+            for _ in range(40):
+                try:
+                    unregister()
+                    ended.append(1)
+                except OrtError as error:
+                    assert "still use" in str(error), error
+                assert same(run(make(model), SMALL, inputs), first)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        assert ended
+        """
+    )
+
+
+def test_a_registration_by_another_name_is_not_ours_to_end() -> None:
+    in_a_process(
+        """
+        inputs = draw(SMALL, 1, 5)
+        model = call_model(SMALL, inputs).SerializeToString()
+        ort.register_execution_provider_library("the program's", get_library_path())
+        made = make(model)
+        first = run(made, SMALL, inputs)
+        del made
+        try:
+            unregister()
+        except OrtError as error:
+            assert "registered by another name than 'deltafuse'" in str(error), error
+        else:
+            raise AssertionError("it was not registered by this name")
+        assert same(run(make(model), SMALL, inputs), first)
+        ort.unregister_execution_provider_library("the program's")
+        unregister()
+        assert same(run(make(model), SMALL, inputs), first)
+        """
+    )
+
+
+def test_a_fork_while_a_session_is_made_leaves_the_child_free() -> None:
+    in_a_process(
+        """
+        import deltafuse.lifetime as lifetime
+        deltafuse.register()
+        with lifetime.making.one():
+            child = os.fork()
+            if child == 0:
+                unregister()
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert make(call_model(SMALL, draw(SMALL, 1, 5)).SerializeToString())
+        """
+    )
+
+
 def test_a_session_outlives_onnxruntimes_own_unregistering() -> None:
     """onnxruntime does not ask for live sessions: that must not crash, and the library can be registered again."""
     in_a_process(

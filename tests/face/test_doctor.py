@@ -10,7 +10,7 @@ from pathlib import Path
 
 import deltafuse
 import pytest
-from deltafuse import cli_doctor, discovery
+from deltafuse import cli_doctor, discovery, elf
 from deltafuse.cli import app
 from deltafuse.elf import this_machine
 
@@ -119,6 +119,18 @@ def test_truncated_library(machine: Machine, cut: int) -> None:
     for load in (deltafuse.register, discovery.cuda_status):
         with pytest.raises(discovery.PluginError, match=r"cannot be loaded: .* is truncated or damaged"):
             load()
+
+
+def test_library_that_kills_the_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage behind the headers: another process tries it first, and this one lives to tell."""
+    crash = "#include <signal.h>\n__attribute__((constructor)) static void crash(void) { raise(SIGSEGV); }"
+    library = compile_library(machine.folder / "deadly" / "libdeltafuse_ep.so", crash)
+    monkeypatch.setenv("DELTAFUSE_EP_PATH", str(library))
+    problem = only(machine.look(), "library-damaged")
+    assert problem["message"] == f"{library} is no library: it is damaged, loading it ends the process (SIGSEGV)"
+    for executable in ("/opt/application", "", None):  # Python inside another program
+        monkeypatch.setattr("sys.executable", executable)
+        assert elf.killed_by_loading(library) == ""
 
 
 def test_library_that_needs_another(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ def test_cuda_plugin_that_is_named_and_not_there(machine: Machine, monkeypatch: 
     SEEN.append(found["problems"][0]["message"])
     assert found["problems"][0]["message"] == "ORT_CUDA_PLUGIN_EP_PATH is /nowhere/cuda.so: there is no such file"
     assert found["problems"][0]["next"] == "correct ORT_CUDA_PLUGIN_EP_PATH, or unset it"
+    assert not [line for line in found["problems"] if "is present and used" in line["message"]]
     assert found["verdict"]["runs"] == "cpu"
 
 
