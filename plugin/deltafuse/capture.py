@@ -70,7 +70,7 @@ def capture(
     for name, value in (("warmup", warmup), ("cache", cache)):
         if not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} {value!r}: expected 1 or more")
-    if not all(hasattr(model, name) for name in ("get_providers", "io_binding")):
+    if isinstance(model, type) or not all(hasattr(model, name) for name in ("get_providers", "io_binding")):
         try:
             given = for_ort(model)
         except ModelKindError as error:
@@ -83,6 +83,15 @@ def capture(
     if graphs == "always" and place.refusal:
         raise CaptureError(f"the step cannot be captured: {place.refusal}")
     return Runner(session, place, pair_states(session, states), graphs, in_place, warmup, cache)
+
+
+def _holds(wanted: np.dtype[Any], array: Array) -> bool:
+    """Can values of a list be of this type without being others? Floats may be rounded."""
+    if array.size and array.dtype.kind not in "biuf":
+        return False
+    if wanted.kind not in "iub":
+        return True
+    return array.size == 0 or (array.dtype.kind != "f" and bool((array.astype(wanted) == array).all()))
 
 
 class Runner:
@@ -191,10 +200,12 @@ class Runner:
             OptionError: a name that is no state, or another type or shape.
         """
         with self._lock:
-            given = {name: self._array(name, value) for name, value in (states or {}).items()}
-            unknown = sorted(set(given) - set(self.states))
+            if not isinstance(states or {}, Mapping):
+                raise OptionError(f"states {states!r}: expected arrays by input name")
+            unknown = sorted(str(name) for name in states or {} if name not in self.states)
             if unknown:
                 raise OptionError(f"{', '.join(unknown)}: no state, the states are {', '.join(self.states) or 'none'}")
+            given = {name: self._array(name, value) for name, value in (states or {}).items()}
             for name, array in given.items():
                 self._shapes.check(name, array.shape)
             self._given, self._current = given, None
@@ -246,8 +257,10 @@ class Runner:
         """Each input as an array of the right type, or as an ``OrtValue`` on the device."""
         if self._closed:
             raise DeltaFuseError("the runner is closed")
+        if not isinstance(feeds, Mapping):
+            raise OptionError(f"inputs {feeds!r}: expected values by input name, {', '.join(self.inputs)}")
         missing = [name for name in self.inputs if name not in feeds]
-        unknown = sorted(set(feeds) - set(self.inputs))
+        unknown = sorted(str(name) for name in feeds if name not in self.inputs)
         if missing or unknown:
             what = f"missing: {', '.join(missing)}" if missing else f"unknown: {', '.join(unknown)}"
             raise OptionError(f"inputs {what}; expected {', '.join(self.inputs)}")
@@ -276,12 +289,16 @@ class Runner:
         return value
 
     def _array(self, name: str, given: Any) -> Array:
-        array = np.asarray(given)
-        wanted = numpy_type(self._types.get(name, 1))
+        wanted = np.dtype(numpy_type(self._types[name]))
+        try:
+            array = np.asarray(given)
+        except ValueError as error:  # rows of different lengths
+            raise OptionError(f"{name}: {error}") from error
         if array.dtype != wanted:
-            if isinstance(given, np.ndarray):
+            # Lists and numbers have no type of their own: they may take the input's, if their values do.
+            if isinstance(given, np.ndarray) or not _holds(wanted, array):
                 raise OptionError(f"{name} is a {array.dtype}: expected {wanted}")
-            array = array.astype(wanted)  # a list or a number
+            array = array.astype(wanted)
         return np.ascontiguousarray(array).reshape(array.shape)
 
     @staticmethod

@@ -16,7 +16,7 @@ import pytest
 from deltafuse.capture_device import HostDevice
 from deltafuse.capture_states import first_shape
 from deltafuse.custom_ops.kda.reference import reference, relative_error, tolerance
-from deltafuse.errors import DeltaFuseError, OptionError
+from deltafuse.errors import DeltaFuseError, ModelKindError, OptionError
 from onnx import TensorProto, helper, parser
 
 from .call import SMALL, Arrays, call_model, draw, quiet
@@ -207,12 +207,47 @@ def test_arrays_values_and_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, "inputs missing: x; expected x"),
         ({"x": 0, "s": 1}, "inputs unknown: s; expected x"),
         ({"x": np.ones((1, 1, 2))}, "x is a float64: expected float32"),
+        ({"x": "text"}, "x is a <U4: expected float32"),
+        ({"x": None}, "x is a object: expected float32"),
+        ({"x": [[[1, 2], [3]]]}, "x: .*inhomogeneous"),
+        (5, "inputs 5: expected values by input name, x"),
+        (None, "inputs None: expected values by input name"),
+        ({"x": 0, 5: 1}, "inputs unknown: 5; expected x"),
     ],
 )
 def test_feeds_that_do_not_fit(feeds: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = runner(counter(), FakeDevice(), monkeypatch)
     with pytest.raises(OptionError, match=message):
         made.run(feeds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "taken"),
+    [
+        ("int64", [1.5], False),
+        ("int64", [1.0], False),
+        ("int64", [True], True),
+        ("int64", [2**70], False),
+        ("int8", [100, -100], True),
+        ("int8", [100, 300], False),
+        ("bool", [1, 0], True),
+        ("bool", [2], False),
+        ("float16", [1, 0.1], True),
+        ("int64", [], True),
+    ],
+)
+def test_lists_become_what_they_hold(kind: str, given: Any, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list has no type of its own, but no value in it may become another: a token 1.5 is no token 1."""
+    model = parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 20]> g ({kind}[n] x) => ({kind}[n] y) {{ y = Identity (x) }}'
+    )
+    session = ort.InferenceSession(model.SerializeToString(), quiet(), providers=["CPUExecutionProvider"])
+    made = runner(session, FakeDevice(), monkeypatch)
+    if not taken:
+        with pytest.raises(OptionError, match=f"x is a .*: expected {kind}"):
+            made.run({"x": given})
+        return
+    np.testing.assert_array_equal(made.run({"x": given})["y"], np.array(given, kind))
 
 
 def test_arguments_that_are_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +265,16 @@ def test_arguments_that_are_not_understood(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(OptionError, match=message):
             deltafuse.capture(session, **how)  # type: ignore[arg-type]
     made = runner(session, FakeDevice(), monkeypatch)
-    with pytest.raises(OptionError, match="z: no state, the states are s"):
-        made.reset({"z": np.ones(1, np.float32)})
+    for states, message in (
+        ({"z": np.ones(1, np.float32)}, "z: no state, the states are s"),
+        ({"z": "text"}, "z: no state, the states are s"),
+        ({5: 1}, "5: no state, the states are s"),
+        (5, "states 5: expected arrays by input name"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            made.reset(states)
+    with pytest.raises(ModelKindError, match=r"got builtins\.type; an InferenceSession is taken too"):
+        deltafuse.capture(ort.InferenceSession)  # the class, not one of it
     assert deltafuse.capture(session, states={}).states == {}
 
 
