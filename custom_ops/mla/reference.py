@@ -162,7 +162,7 @@ class _Row:
         config = self.config
         heads, nope = config.num_heads, config.qk_nope_head_dim
         weight = np.asarray(self.inputs["kv_b_weight"]).astype(np.float64)
-        both = (latent @ weight).reshape(-1, heads, nope + config.v_head_dim).swapaxes(0, 1)
+        both = (latent @ weight).reshape(latent.shape[0], heads, nope + config.v_head_dim).swapaxes(0, 1)
         shared = np.broadcast_to(rope, (heads, *rope.shape))
         return np.concatenate([both[..., :nope], shared], axis=-1), both[..., nope:]
 
@@ -175,7 +175,7 @@ class _Row:
         o = (softmax(scores + self.mask(key.shape[1])) @ value).swapaxes(0, 1)
         if config.gate_activation == "sigmoid":
             o = o * np.exp(-np.logaddexp(0.0, -self.get("gate")))[..., None]
-        return o.reshape(self.tokens, -1)
+        return o.reshape(self.tokens, config.num_heads * config.v_head_dim)
 
 
 def _latent_row(row: _Row, present: dict[str, Array], written: Mapping[str, Array] | None) -> tuple[Float64, Float64]:

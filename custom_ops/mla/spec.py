@@ -27,7 +27,8 @@ the largest magnitude of the group over 448, in float32 (1 where the group is al
 
 Wrong values are errors, found before anything is written: a position outside of the tables, a length below 0 or with
 ``cache_lengths[b] + S`` above the capacity, a block id outside of the pool among the first
-``ceil((cache_lengths[b] + S) / block_size)`` of a row. Later entries of ``block_table`` are not looked at.
+``ceil((cache_lengths[b] + S) / block_size)`` of a row. Later entries of ``block_table`` are not looked at. Rows may
+share blocks of tokens that are there already (a common prefix), but not a block that one of them writes into.
 """
 
 from __future__ import annotations
