@@ -55,6 +55,8 @@ class Parameter:
         shape: the parameter's shape. With it the rewrite computes the array only when the model is saved or run, which
             large weights need; without it at once.
         form: tells ``compute`` functions apart that read the same sources; part of the structure.
+        dtype: the parameter's element type in the rewrite, where it is not what the op says of it.
+        part: makes one part along the first axis, so that a stack of experts need not be in memory as a whole.
     """
 
     sources: tuple[ir.Value, ...]
@@ -63,6 +65,8 @@ class Parameter:
     noise: float = 0.3
     shape: tuple[int, ...] | None = None
     form: str = ""
+    dtype: ir.DataType | None = None
+    part: Callable[[int], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,12 @@ class FusedOp(ABC):
     def reference(self, candidate: Candidate, inputs: Arrays) -> Arrays:
         """The op's outputs in float64, by name."""
 
+    def constants(self, view: GraphView, candidate: Candidate, seed: int) -> Mapping[ir.Value, np.ndarray]:
+        """What stands for the parameters' sources in a proof, on both sides."""
+        from .parameters import Perturbed
+
+        return Perturbed(view, candidate, seed)
+
     def screening_case(self, candidate: Candidate) -> Case:
         """The one run that a reading is screened with."""
         return self.plan(candidate, lambda: [])[0]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ..custom_ops.common.parts_tensor import PartsTensor
 from ..custom_ops.common.refusal import Refusal
 from .candidate import Candidate, Operand, Parameter, Result
 from .graph import GraphView
@@ -167,7 +168,7 @@ def given_parameters(view: GraphView, candidate: Candidate) -> dict[str, Given]:
     kinds = {"T": op.element_type(candidate), "TS": op.state_type(candidate), "float32": FLOAT}
     found: dict[str, Given] = {}
     for name, parameter in candidate.parameters.items():
-        want = kinds.get(op.kind_of(name))
+        want = parameter.dtype or kinds.get(op.kind_of(name))
         source = parameter.sources[0]
         if parameter.compute is None and (want is None or source.dtype == want):
             found[name] = source
@@ -177,6 +178,9 @@ def given_parameters(view: GraphView, candidate: Candidate) -> dict[str, Given]:
             if want is None:
                 want = source.dtype
             assert want is not None
+            if parameter.part is not None:
+                found[name] = PartsTensor(parameter.part, want, parameter.shape)
+                continue
             found[name] = ir.LazyTensor(_Compute(view, name, parameter, want), want, ir.Shape(parameter.shape))
     return found
 

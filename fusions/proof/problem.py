@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ..candidate import Candidate
 from ..graph import GraphView
-from ..parameters import Perturbed, ProofImpossible, parameter_arrays
+from ..parameters import ProofImpossible, parameter_arrays
 from .cases import Arrays, raw_feeds, value_names
 from .extract import Cut, Extract
 from .spread import HeadsMix
@@ -48,7 +48,7 @@ class Problem:
     ) -> None:
         self.extract, self.budget = extract, budget
         self.deadline = time.perf_counter() + budget.seconds
-        self.arrays: Mapping[ir.Value, np.ndarray] = Perturbed(view, candidate, seed)
+        self.arrays = candidate.op.constants(view, candidate, seed)
         self.candidate = candidate
         self.cut: Cut | None = None
         self.heads: tuple[int, ...] = ()
