@@ -114,9 +114,9 @@ def variants(wanted: list[str]) -> None:
         "moe_gather_one_token": ("gather", (x[:, :1],), {}),
         "moe_where_batch2": ("where_rows", (x.repeat(2, 1, 1),), {}),
         "moe_gather_rows": ("gather", (x[0],), dict(dynamic=({0: S},), bindings=[{"S": 3}, {"S": 17}])),
-        "moe_legacy_stacked": ("stacked", (x,), dict(legacy=True, opset=17)),
-        "moe_legacy_gather": ("gather", (x,), dict(legacy=True, opset=17)),
-        "moe_legacy_where": ("where", (x,), dict(legacy=True, opset=17)),
+        "moe_legacy_stacked": ("stacked", (x,), dict(legacy=True, opset=18)),
+        "moe_legacy_gather": ("gather", (x,), dict(legacy=True, opset=18)),
+        "moe_legacy_where": ("where", (x,), dict(legacy=True, opset=18)),
     }
     for name, (style, args, more) in steps.items():
         if not wanted or name in wanted:

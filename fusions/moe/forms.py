@@ -1,0 +1,238 @@
+"""The routed part of a block from its end: experts and their weights in the forms that exports take.
+
+Each reading gives the same thing: every expert's projections, and how the choices are weighted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ..graph import attribute_string
+from .linear import Linear
+from .mlp import Mlp, read_mlp
+from .reader import Reader
+from .router import Router
+from .weights import Weighting, is_ids, read_column, read_dense, read_weighting
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The routed experts.
+
+    Attributes:
+        form: how they are written.
+        experts: one for each, in order; or a single one whose weights are a stack.
+        weighting: what the router's choices count.
+        inputs: values that the experts are applied to, from which tokens are reached by moving data.
+        beside: terms of the same sum that are no routed experts.
+    """
+
+    form: str
+    experts: tuple[Mlp, ...]
+    weighting: Weighting
+    inputs: tuple[ir.Value, ...]
+    beside: tuple[ir.Value, ...] = ()
+
+
+def read_routed(r: Reader, router: Router, value: ir.Value) -> Routed | None:
+    """The routed experts' weighted sum that a value is."""
+    from .grouped import read_grouped
+    from .loops import read_loop, read_pair_loop
+
+    readings = (read_gathered, read_stacked, read_dense_sum, read_grouped, read_pair_loop, read_loop)
+    for reading in readings:
+        found = r.attempt(reading, router, value)
+        if found is not None:
+            return found
+    return None
+
+
+def choices_sum(r: Reader, router: Router, value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+    """(one factor, the other) of products that are summed over something: `ReduceSum` of `Mul`, `MatMul`, `Einsum`."""
+    base = r.moved(value)
+    node = r.node(base, "ReduceSum", "MatMul", "Einsum")
+    if node is None:
+        return None
+    if node.op_type == "ReduceSum":
+        axes = r.axes(node)
+        product = r.node(r.moved(node.inputs[0]), "Mul")
+        if axes is None or len(axes) != 1 or product is None:
+            return None
+        first, second = product.inputs
+    elif len(node.inputs) == 2:
+        first, second = node.inputs
+    else:
+        return None
+    return (first, second) if first is not None and second is not None else None
+
+
+def read_gathered(r: Reader, router: Router, value: ir.Value) -> Routed | None:
+    """Weights gathered for each choice: batched matrix products, einsums."""
+    found = choices_sum(r, router, value)
+    if found is not None:
+        for weights, outputs in (found, found[::-1]):
+            mlp = r.attempt(read_mlp, outputs)
+            if mlp is None or not _gathered_by_ids(r, router, mlp) or mlp.factors:
+                continue
+            weighting = read_weighting(r, router, weights)
+            if weighting is not None:
+                return Routed("gathered", (mlp,), weighting, _inputs(mlp))
+        return None
+    # the weight is a factor before the down projection
+    node = r.node(r.moved(value), "ReduceSum")
+    mlp = r.attempt(read_mlp, None if node is None else node.inputs[0])
+    if mlp is None or not _gathered_by_ids(r, router, mlp) or len(mlp.factors) != 1:
+        return None
+    weighting = read_weighting(r, router, mlp.factors[0])
+    return None if weighting is None else Routed("gathered", (mlp,), weighting, _inputs(mlp))
+
+
+def linears(mlp: Mlp) -> list[Linear]:
+    """The expert's projections."""
+    return [mlp.down, mlp.gate.linear, *([] if mlp.up is None else [mlp.up.linear])]
+
+
+def _gathered_by_ids(r: Reader, router: Router, mlp: Mlp) -> bool:
+    return all(
+        layer.ids is not None and layer.expert is not None and is_ids(r, router, layer.ids) for layer in linears(mlp)
+    )
+
+
+def _inputs(mlp: Mlp) -> tuple[ir.Value, ...]:
+    return (mlp.gate.linear.x, *([] if mlp.up is None else [mlp.up.linear.x]))
+
+
+def read_stacked(r: Reader, router: Router, value: ir.Value) -> Routed | None:
+    """All experts on all tokens, their weights stacked."""
+    base = r.moved(value)
+    node = r.node(base, "Einsum")
+    if node is not None and len(node.inputs) == 3:
+        return _three(r, router, node)
+    found = choices_sum(r, router, value)
+    if found is None:
+        return None
+    for weights, outputs in (found, found[::-1]):
+        mlp = r.attempt(read_mlp, outputs)
+        if mlp is None or any(x.ids is not None or x.expert is None for x in linears(mlp)) or mlp.factors:
+            continue
+        weighting = read_dense(r, router, weights)
+        if weighting is not None:
+            return Routed("stacked", (mlp,), weighting, _inputs(mlp))
+    return None
+
+
+def _three(r: Reader, router: Router, node: ir.Node) -> Routed | None:
+    """The down projection and the weighted sum in one einsum, such as ``eni,edi,ne->nd``."""
+    left, _, result = attribute_string(node, "equation", "").replace(" ", "").partition("->")
+    terms = left.split(",")
+    for w in range(3):
+        for h in range(3):
+            if h == w or len(terms) != 3:
+                continue
+            weights, hidden, dense = w, h, 3 - w - h
+            letters = terms[weights]
+            out = [c for c in letters if c in result]
+            into = [c for c in letters if c in terms[hidden] and c not in terms[dense] and c not in result]
+            expert = [c for c in letters if c in terms[hidden] and c in terms[dense]]
+            if [len(out), len(into), len(expert), len(letters)] != [1, 1, 1, 3] or expert[0] in result:
+                continue
+            found = r.attempt(_three_as, router, node, (weights, hidden, dense), (expert[0], out[0], into[0]), letters)
+            if found is not None:
+                return found
+    return None
+
+
+def _three_as(
+    r: Reader,
+    router: Router,
+    node: ir.Node,
+    operands: tuple[int, int, int],
+    names: tuple[str, str, str],
+    letters: str,
+) -> Routed | None:
+    from .stored import see
+
+    weights, hidden, dense = (node.inputs[i] for i in operands)
+    seen = see(r.view, weights)
+    if seen is None or hidden is None:
+        return None
+    expert, out, into = (letters.index(c) for c in names)
+    down = Linear(hidden, node.outputs[0], seen, expert, out, into, None, -1)
+
+    def linear(reader: Reader, value: ir.Value | None) -> Linear | None:
+        from .linear import read_linear
+
+        return down if value is node.outputs[0] else read_linear(reader, value)
+
+    mlp = read_mlp(r, node.outputs[0], linear)
+    if mlp is None or mlp.factors or any(x.expert is None or x.ids is not None for x in linears(mlp)):
+        return None
+    weighting = read_dense(r, router, dense)
+    return None if weighting is None else Routed("stacked", (mlp,), weighting, _inputs(mlp))
+
+
+def read_dense_sum(r: Reader, router: Router, value: ir.Value) -> Routed | None:
+    """A sum over experts, each on all tokens, times its weight; 0 where it was not chosen."""
+    found = r.attempt(_stack_sum, router, value)
+    if found is not None:
+        return found
+    terms = r.terms(value)
+    if len(terms) < 2:
+        return None
+    experts: dict[int, Mlp] = {}
+    weightings: set[Weighting] = set()
+    beside: list[ir.Value] = []
+    for term in terms:
+        if r.is_filled(term, 0.0):
+            continue
+        read = r.attempt(_weighted, router, term)
+        if read is None:
+            beside.append(term)
+            continue
+        number, mlp, weighting = read
+        if number in experts:
+            return None
+        experts[number] = mlp
+        weightings.add(weighting)
+    if sorted(experts) != list(range(router.experts)) or len(weightings) != 1 or len(beside) > 1:
+        if experts:
+            r.refuse(f"a sum of {len(experts)} weighted experts, where the router has {router.experts}")
+        return None
+    in_order = tuple(experts[i] for i in range(router.experts))
+    return Routed("dense", in_order, weightings.pop(), tuple(x for m in in_order for x in _inputs(m)), tuple(beside))
+
+
+def _weighted(r: Reader, router: Router, value: ir.Value) -> tuple[int, Mlp, Weighting] | None:
+    node = r.node(value, "Mul")
+    if node is None:
+        return None
+    for output, weight in (node.inputs, node.inputs[::-1]):
+        column = r.attempt(read_column, router, weight)
+        if column is None:
+            continue
+        mlp = r.attempt(read_mlp, output)
+        if mlp is None or mlp.factors or any(x.expert is not None or x.ids is not None for x in linears(mlp)):
+            continue
+        return column[0], mlp, column[1]
+    return None
+
+
+def _stack_sum(r: Reader, router: Router, value: ir.Value) -> Routed | None:
+    """Experts' results stacked in order, times dense weights, summed."""
+    found = choices_sum(r, router, value)
+    if found is None:
+        return None
+    for stack, weights in (found, found[::-1]):
+        node = r.node(r.moved(stack), "Concat")
+        if node is None or len(node.inputs) != router.experts:
+            continue
+        experts = [r.attempt(read_mlp, v) for v in node.inputs]
+        known = tuple(m for m in experts if m is not None)
+        if len(known) != len(experts) or any(x.expert is not None for m in known for x in linears(m)):
+            continue
+        weighting = read_dense(r, router, weights)
+        if weighting is not None and not any(m.factors for m in known):
+            return Routed("dense", known, weighting, tuple(x for m in known for x in _inputs(m)))
+    return None

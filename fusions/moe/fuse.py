@@ -1,0 +1,47 @@
+"""The pass that finds, proves and replaces mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...custom_ops.common.refusal import Refusal
+from ...custom_ops.moe.spec import cuda_refusal
+from ..candidate import Candidate
+from ..fuse import FusePass, Place
+from ..graph import GraphView
+from ..proof import Prover
+from ..result import ProofReport, RegionReport
+from .op import MOE
+from .recognise import read_site
+from .sites import Site, find_sites
+
+
+class FuseMoe(FusePass):
+    """Replace each proved mixture of experts by one call of ``deltafuse::GroupedQMoE``."""
+
+    name = "fuse-moe"
+    needs = frozenset({"constants", "types"})
+    gives = frozenset({"moe"})
+    op = MOE
+
+    def places(self, view: GraphView) -> list[Place]:
+        return list(find_sites(view))
+
+    def candidates(
+        self, view: GraphView, place: Place, prover: Prover, region: RegionReport
+    ) -> Iterator[Candidate] | Refusal | None:
+        assert isinstance(place, Site)
+        found = read_site(view, place)
+        if isinstance(found, Refusal):
+            return found
+        return self._named(found, region)
+
+    @staticmethod
+    def _named(found: Iterator[Candidate], region: RegionReport) -> Iterator[Candidate]:
+        for candidate in found:
+            region.form, region.nodes = candidate.form, len(candidate.region.nodes)
+            yield candidate
+
+    def notes(self, candidate: Candidate, proof: ProofReport | None) -> list[str]:
+        limited = cuda_refusal(candidate.config)
+        return [] if limited is None else [f"on CUDA the portable body runs it: {limited.reason}"]

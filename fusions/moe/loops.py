@@ -1,0 +1,277 @@
+"""Loops over experts that exporters unroll: each takes its tokens by index, or all of them by a mask."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ..graph import attribute_int, attribute_string, static_dims
+from .forms import Routed, choices_sum, linears
+from .linear import Linear
+from .mlp import Mlp, read_mlp
+from .reader import Reader
+from .router import Router
+from .weights import Weighting, is_ids, read_chosen, read_weighting
+
+
+class Places:
+    """Where one expert's choices are: a `NonZero` of the mask of its choices, and its columns."""
+
+    def __init__(self, expert: int, node: ir.Node, rank: int) -> None:
+        self.expert, self.node, self.rank = expert, node, rank
+
+
+def read_places(r: Reader, router: Router, value: ir.Value | None) -> tuple[Places, int] | None:
+    """(places, which coordinate) of an index that was taken from a `NonZero`: -1 for all coordinates."""
+    which = -1
+    current = value
+    while current is not None:
+        node = r.node(
+            current,
+            *("Squeeze", "Unsqueeze", "Slice", "Split", "Gather", "Transpose", "Reshape", "Cast", "Identity", "Expand"),
+            "NonZero",
+        )
+        if node is None:
+            return None
+        if node.op_type == "NonZero":
+            expert = read_chosen(r, router, node.inputs[0])
+            mask = node.inputs[0]
+            rank = len(mask.shape) if mask is not None and mask.shape is not None else 0
+            if expert is None or rank == 0:
+                return None
+            return Places(expert, node, rank), 0 if rank == 1 else which
+        if node.op_type in ("Slice", "Gather", "Split"):
+            number = _coordinate(r, node, current)
+            if number is None or which not in (-1, number):
+                # the coordinates are one axis: a second pick would pick places
+                return None
+            which = number
+        current = node.inputs[0]
+    return None
+
+
+def _coordinate(r: Reader, node: ir.Node, value: ir.Value) -> int | None:
+    """Which coordinate a node takes of the places `[count, rank]` or `[rank, count]`."""
+    if node.op_type == "Split":
+        return list(node.outputs).index(value)
+    if node.op_type == "Gather":
+        index = r.view.array(node.inputs[1])
+        return int(index.reshape(-1)[0]) if index is not None and index.size == 1 else None
+    given = [r.view.ints(v) if v is not None else None for v in node.inputs[1:3]]
+    if given[0] is None or given[1] is None or len(given[0]) != 1 or given[1][0] != given[0][0] + 1:
+        return None
+    return given[0][0]
+
+
+def _columns(r: Reader, router: Router, value: ir.Value | None) -> list[tuple[Places, int]] | None:
+    """The coordinates of an index, in order: one, several joined, or all."""
+    base = value
+    while (node := r.node(base, "Unsqueeze", "Cast", "Identity")) is not None:
+        base = node.inputs[0]
+    node = r.node(base, "Concat")
+    if node is not None:
+        found = [read_places(r, router, v) for v in node.inputs]
+        return None if any(f is None or f[1] < 0 for f in found) else [f for f in found if f is not None]
+    single = r.attempt(read_places, router, value)
+    if single is None:
+        return None
+    if single[1] >= 0:
+        return [single]
+    return [(single[0], i) for i in range(single[0].rank)]
+
+
+def _token_axis(r: Reader, router: Router, places: Places) -> int:
+    """Which coordinate is the token: the mask is `[tokens, choices]`, or transposed."""
+    mask = places.node.inputs[0]
+    dims = static_dims(mask) if mask is not None else None
+    if dims is None or places.rank != 2:
+        return 0
+    # the choices' axis has top_k entries; where both have, the mask of ids as they stand has tokens first
+    if dims[1] == router.top_k and dims[0] != router.top_k:
+        return 0
+    if dims[0] == router.top_k and dims[1] != router.top_k:
+        return 1
+    return 0 if _untransposed(r, mask) else 1
+
+
+def _untransposed(r: Reader, value: ir.Value | None) -> bool:
+    while value is not None:
+        producer = value.producer()
+        if producer is None or producer.op_type == "Equal":
+            return True
+        if producer.op_type == "Transpose":
+            return False
+        value = producer.inputs[0]
+    return True
+
+
+def read_loop(r: Reader, router: Router, value: ir.Value) -> Routed | None:
+    """``out[token] += expert(x[token]) * weight[token, choice]`` for each expert in turn."""
+    experts: dict[int, Mlp] = {}
+    weightings: set[Weighting] = set()
+    inputs: list[ir.Value] = []
+    current = r.moved(value)
+    beside: list[ir.Value] = []
+    while current is not None and (node := r.node(current, "ScatterND", "ScatterElements")) is not None:
+        data, index, updates = node.inputs
+        columns = _columns(r, router, index) if node.op_type == "ScatterND" else _row_index(r, router, node)
+        if columns is None or len(columns) != 1 or data is None:
+            return None
+        places, which = columns[0]
+        if places.rank == 2 and which != _token_axis(r, router, places):
+            return None
+        updates = _added(r, router, node, data, places)
+        read = None if updates is None else r.attempt(_update, router, updates, places)
+        if read is None or places.expert in experts:
+            return None
+        experts[places.expert], weighting = read[0], read[1]
+        weightings.add(weighting)
+        inputs += read[2]
+        current = r.moved(data)
+    if sorted(experts) != list(range(router.experts)) or len(weightings) != 1 or current is None:
+        if experts:
+            r.refuse(f"a loop over {len(experts)} experts, where the router has {router.experts}")
+        return None
+    if not r.is_filled(current, 0.0):
+        beside.append(current)
+    in_order = tuple(experts[i] for i in range(router.experts))
+    return Routed("loop", in_order, weightings.pop(), tuple(inputs), tuple(beside))
+
+
+def _row_index(r: Reader, router: Router, node: ir.Node) -> list[tuple[Places, int]] | None:
+    """The index of `ScatterElements` along the tokens' axis, one place spread over the channels."""
+    if attribute_int(node, "axis", 0) != 0:
+        return None
+    found = read_places(r, router, node.inputs[1])
+    return None if found is None or found[1] < 0 else [found]
+
+
+def _added(r: Reader, router: Router, node: ir.Node, data: ir.Value, places: Places) -> ir.Value | None:
+    """What is added at the places: the updates, or their difference from what was there."""
+    updates = node.inputs[2]
+    reduction = attribute_string(node, "reduction", "none")
+    if reduction == "add":
+        return updates
+    if reduction != "none":
+        return None
+    # each token stands once in an expert's places, so reading, adding and writing back is adding
+    add = r.node(r.moved(updates), "Add")
+    if add is None:
+        return None
+    for before, term in (add.inputs, add.inputs[::-1]):
+        taken = r.attempt(_taken, router, before, places)
+        if taken is data:
+            return term
+    return None
+
+
+def _taken(r: Reader, router: Router, value: ir.Value | None, places: Places) -> ir.Value | None:
+    """What rows are taken of at an expert's places: by token, or by choice of a flat list."""
+    node = r.node(r.moved(value), "GatherND", "Gather")
+    if node is None or node.inputs[0] is None:
+        return None
+    if node.op_type == "Gather" and attribute_int(node, "axis", 0) != 0:
+        return None
+    columns = _columns(r, router, node.inputs[1])
+    if columns is None or len(columns) != 1 or columns[0][0].expert != places.expert:
+        return None
+    if places.rank == 2 and columns[0][1] != _token_axis(r, router, places):
+        return None
+    return node.inputs[0]
+
+
+def _update(
+    r: Reader, router: Router, value: ir.Value, places: Places
+) -> tuple[Mlp, Weighting, list[ir.Value]] | None:
+    node = r.node(r.moved(value), "Mul")
+    if node is None:
+        return None
+    for output, weight in (node.inputs, node.inputs[::-1]):
+        weighting = r.attempt(_taken_weights, router, weight, places)
+        if weighting is None:
+            continue
+        mlp = r.attempt(read_mlp, output)
+        if mlp is None or mlp.factors or not single(mlp):
+            return None
+        rows = [_taken(r, router, x, places) for x in {mlp.gate.linear.x, *([mlp.up.linear.x] if mlp.up else [])}]
+        if any(x is None for x in rows):
+            return None
+        return mlp, weighting, [x for x in rows if x is not None]
+    return None
+
+
+def single(mlp: Mlp) -> bool:
+    """Has the expert weights of its own, no stack of them?"""
+    return all(x.expert is None and x.ids is None for x in linears(mlp))
+
+
+def _taken_weights(r: Reader, router: Router, value: ir.Value | None, places: Places) -> Weighting | None:
+    """The weights at an expert's places: by token and choice, or token first and then the choice, or flat."""
+    node = r.node(r.moved(value), "GatherND", "Gather")
+    if node is None:
+        return None
+    columns = _columns(r, router, node.inputs[1])
+    if columns is None or any(p.expert != places.expert for p, _ in columns):
+        return None
+    if node.op_type == "Gather" and attribute_int(node, "axis", 0) != 0:
+        return None
+    token = _token_axis(r, router, places)
+    if places.rank == 2 and [c for _, c in columns] != [token, 1 - token]:
+        return None
+    return read_weighting(r, router, node.inputs[0])
+
+
+# --- a row for each choice ------------------------------------------------------------------------------------------
+
+
+def read_pair_loop(r: Reader, router: Router, value: ir.Value) -> Routed | None:
+    """Every expert fills the rows of its choices; the rows are weighted and summed over choices at the end."""
+    found = choices_sum(r, router, value)
+    if found is None:
+        return None
+    for weights, rows in (found, found[::-1]):
+        filled = r.attempt(_filled_rows, router, rows)
+        if filled is None:
+            continue
+        weighting = read_weighting(r, router, weights)
+        if weighting is not None:
+            experts, inputs = filled
+            return Routed("pair loop", experts, weighting, inputs)
+    return None
+
+
+def _filled_rows(
+    r: Reader, router: Router, value: ir.Value | None
+) -> tuple[tuple[Mlp, ...], tuple[ir.Value, ...]] | None:
+    experts: dict[int, Mlp] = {}
+    inputs: list[ir.Value] = []
+    current = r.moved(value)
+    while current is not None and (node := r.node(current, "ScatterND", "Where")) is not None:
+        if node.op_type == "Where":
+            condition, output, before = node.inputs
+            expert = r.attempt(read_chosen, router, condition)
+            mlp = r.attempt(read_mlp, output)
+            if expert is None or mlp is None or expert in experts or mlp.factors or not single(mlp):
+                return None
+            inputs += [x.x for x in linears(mlp)[1:]]
+        else:
+            before, index, output = node.inputs
+            if attribute_string(node, "reduction", "none") != "none":
+                return None
+            columns = _columns(r, router, index)
+            mlp = r.attempt(read_mlp, output)
+            if columns is None or mlp is None or mlp.factors or not single(mlp):
+                return None
+            places = columns[0][0]
+            expert = places.expert
+            rows = [_taken(r, router, x.x, places) for x in linears(mlp)[1:]]
+            if expert in experts or places.rank != 1 or any(x is None for x in rows):
+                return None
+            inputs += [x for x in rows if x is not None]
+        experts[expert] = mlp
+        current = r.moved(before)
+    # every choice is some expert's, so what the rows held before does not matter; it must be harmless all the same
+    if sorted(experts) != list(range(router.experts)) or current is None or not r.is_filled(current, 0.0):
+        return None
+    return tuple(experts[i] for i in range(router.experts)), tuple(inputs)
+
+

@@ -1,0 +1,105 @@
+"""Grouped QMoE as the pipeline sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from ...custom_ops.moe import body, call
+from ...custom_ops.moe.reference import reference
+from ...custom_ops.moe.spec import MoeConfig
+from ..candidate import Candidate
+from ..graph import GraphView
+from ..op import Arrays, Case, FusedOp
+from ..proof.extract import Extract
+from ..proof.shrink import Shrunk
+from .constants import Drawn
+from .design import design, tokens
+
+#: Token counts tried on a dynamic graph.
+TOKENS = (9, 1, 33, 4)
+#: "normal" has twins among the experts, so ties; "low" makes choices negative, where a mask of 0 and one of minus
+#: infinity differ; "saturated" makes all scores equal; "one expert" leaves most experts without tokens; "large" reaches
+#: every clamp; "zeros" are rows as padding leaves them, with equal scores.
+HOSTILE = ("normal", "low", "high", "groups", "saturated", "one expert", "large", "small", "zeros", "many")
+_FLOAT32 = frozenset({"router_weight", "router_bias", "expert_bias", "shared_gate_weight"})
+
+
+class MoeOp(FusedOp):
+    """``deltafuse::GroupedQMoE``."""
+
+    key = "moe"
+
+    def kind_of(self, name: str) -> str:
+        return "float32" if name in _FLOAT32 else "own" if name == "router_logits" else "T"
+
+    def make_call(
+        self,
+        candidate: Candidate,
+        inputs: Mapping[str, ir.Value],
+        opset: int,
+        dtype: ir.DataType,
+        state_dtype: ir.DataType,
+        name: str,
+    ) -> tuple[ir.Function, ir.Node, dict[str, ir.Value]]:
+        config: MoeConfig = candidate.config
+        function = body.build_function(config, opset, dtype)
+        node = call.make_node(config, inputs, dtype, name=name)
+        return function, node, dict(zip(config.output_names(), node.outputs, strict=False))
+
+    def attach(self, model: ir.Model, function: ir.Function) -> None:
+        call.attach(model, function)
+
+    def element_type(self, candidate: Candidate) -> ir.DataType:
+        dtype = candidate.operands["x"].pieces[0].value.dtype
+        return ir.DataType.FLOAT if dtype is None else dtype
+
+    def plan(self, candidate: Candidate, bounds: Callable[[], list[int]]) -> list[Case]:
+        """Each hostile case once, over token counts and batches; "many" has enough tokens for every expert."""
+        sizes = self.sizes(candidate)
+        length, rows = sizes.get("tokens"), sizes.get("batch", 1)
+        config: MoeConfig = candidate.config
+        many = min(512, max(64, 4 * config.num_experts // config.top_k))
+        plan = []
+        for i, name in enumerate(HOSTILE):
+            count = length if isinstance(length, int) else many if name == "many" else TOKENS[i % len(TOKENS)]
+            batch = rows if isinstance(rows, int) else (1, 2)[i % 2]
+            plan.append(Case(name, {"batch": batch, "tokens": count}, required=True))
+        if isinstance(length, int):
+            # a frozen graph reaches few experts at a time: again and again, until all had their turn
+            turns = min(64, -(-4 * config.num_experts // max(1, config.top_k * length * plan[0].sizes["batch"])))
+            plan += [Case("normal", plan[0].sizes, required=True) for _ in range(turns)]
+        return plan
+
+    def draw(self, candidate: Candidate, case: Case, seed: int) -> Arrays:
+        config: MoeConfig = candidate.config
+        made = design(config)
+        rng = np.random.default_rng(seed)
+        batch, count = case.sizes["batch"], case.sizes["tokens"]
+        x = tokens(config, made, batch * count, rng, case.name)
+        shape = candidate.operands["x"].pieces[0].value.shape
+        three = shape is not None and len(shape) == 3
+        drawn = {"x": x.reshape(batch, count, -1) if three else x}
+        if "router_logits" in candidate.operands:
+            logits = made.logits(config, x)
+            given = candidate.operands["router_logits"].pieces[0].value.shape
+            drawn["router_logits"] = logits.reshape(batch, count, -1) if given is not None and len(given) == 3 else logits
+        return {name: array.astype(np.float32) for name, array in drawn.items()}
+
+    def reference(self, candidate: Candidate, inputs: Arrays) -> Arrays:
+        return reference(candidate.config, inputs)
+
+    def constants(self, view: GraphView, candidate: Candidate, seed: int) -> Mapping[ir.Value, np.ndarray]:
+        return Drawn(candidate, seed)
+
+    def shrink(
+        self, view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapping[ir.Value, np.ndarray]
+    ) -> Shrunk:
+        from .cut import shrink
+
+        return shrink(view, candidate, extract, arrays)
+
+
+MOE = MoeOp()

@@ -1,0 +1,297 @@
+"""From a router to candidates: what the fused op would be there. The proof decides; nothing is believed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+
+from ...custom_ops.common.refusal import Refusal
+from ...custom_ops.moe.spec import MoeConfig
+from ..candidate import Operand, Parameter, Piece, Result
+from ..graph import GraphView, is_op, static_dims
+from ..region import Region, backward
+from ..replacement import type_refusal
+from .block import (
+    HALF,
+    MoeCandidate,
+    clamp_settings,
+    expert_sizes,
+    matrices,
+    matrix_parameters,
+    router_layer,
+    shared_settings,
+    vector,
+    weight_format,
+)
+from .forms import Routed, read_routed
+from .op import MOE
+from .reader import Reader
+from .router import Router, narrow_scores
+from .sites import Site, cuts
+from .slabs import Slab
+from .tail import End, read_ends
+
+#: Ops that compute shapes and nothing else.
+_SHAPES = frozenset(
+    "Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split()
+)
+
+
+def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
+    """Candidates at a router, the most complete first, or why there is none."""
+    reader, router = site.reader, site.router
+    assert reader is not None
+    assert router is not None
+    routed: Routed | None = None
+    for value in cuts(view, router.topk):
+        routed = reader.attempt(read_routed, router, value)
+        if routed is not None:
+            return _candidates(view, site, reader, router, routed, value)
+    why = f" ({reader.why[-1]})" if reader.why else ""
+    return Refusal(
+        "experts", f"{describe(router)}; what follows it is in no form of experts that is known{why}", site.name
+    )
+
+
+def describe(router: Router) -> str:
+    """The router in words."""
+    groups = router.groups
+    parts = [f"a router with {router.function} scores chooses {router.top_k} of {router.experts} experts"]
+    if groups is not None:
+        parts.append(f"in {groups.kept} of {groups.count} groups")
+    return " ".join(parts)
+
+
+def _candidates(
+    view: GraphView, site: Site, reader: Reader, router: Router, routed: Routed, value: ir.Value
+) -> Iterator[MoeCandidate] | Refusal:
+    narrow = narrow_scores(router)
+    if narrow is not None:
+        return Refusal("router-type", f"{narrow}: the op's are float32, and would choose other experts", site.name)
+    found: list[MoeCandidate] = []
+    first: Refusal | None = None
+    for end in read_ends(reader, value):
+        made = _candidate(view, site, reader, router, routed, end)
+        if isinstance(made, Refusal):
+            first = first or made
+        else:
+            found.append(made)
+    if not found:
+        return first or Refusal("experts", "the block has no end", site.name)
+    return iter(found)
+
+
+def _candidate(
+    view: GraphView, site: Site, reader: Reader, router: Router, routed: Routed, end: End
+) -> MoeCandidate | Refusal:
+    from .tail import read_shared
+
+    shared, not_absorbed = end.shared, []
+    if routed.beside:
+        if shared is not None:
+            return Refusal("shared", "two shared experts", site.name)
+        shared = reader.attempt(read_shared, routed.beside[0])
+        if shared is None or end.scale != 1.0:
+            return Refusal("shared", "a term beside the experts is no shared expert", site.name)
+    if shared is not None:
+        differs = shared_settings(shared, routed)
+        if differs is not None:
+            return Refusal("shared", differs, site.name)
+    sizes = expert_sizes(routed, router)
+    if isinstance(sizes, Refusal):
+        return sizes
+    hidden, inter = sizes
+    layer = router_layer(router)
+    inputs = list(dict.fromkeys(routed.inputs))
+    if shared is not None:
+        inputs += [shared.mlp.gate.linear.x, *([shared.mlp.up.linear.x] if shared.mlp.up else [])]
+        inputs += [shared.gate.x] if shared.gate is not None else []
+    x = None
+    if layer is not None:
+        x = _common(reader, [*inputs, layer.x], hidden, end.y)
+        if x is not None and _narrows(reader, layer.x, x):
+            layer, x = None, None
+    if layer is None or x is None:
+        layer = None
+        x = _common(reader, inputs, hidden, end.y)
+    if x is None:
+        return Refusal("input", f"experts and shared expert do not read the same {hidden} channels", site.name)
+    settings: dict[str, Any] = {
+        "num_experts": router.experts,
+        "top_k": router.top_k,
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "score_function": router.function,
+        "norm_topk_prob": int(routed.weighting.norm),
+        "norm_eps": _short(routed.weighting.eps),
+        "routed_scaling_factor": _short(routed.weighting.scale * end.scale),
+        "masked_weights": int(routed.weighting.masked),
+        **clamp_settings(routed.experts[0]),
+    }
+    if len({m.settings() for m in routed.experts}) != 1:
+        return Refusal("experts", "experts with different activations or clamps", site.name)
+    if router.groups is not None:
+        g = router.groups
+        settings |= {"n_group": g.count, "topk_group": g.kept, "group_top": g.top, "masked_score": g.fill}
+    else:
+        settings |= {"group_top": min(2, router.experts)}
+    operands = {"x": Operand((Piece(x, axes=("batch", "tokens", None)[-len(x.shape or ()) :]),))}
+    parameters: dict[str, Parameter] = {}
+    slabs = {}
+    vectors: dict[str, ir.Value] = {}
+    dtype = x.dtype or ir.DataType.FLOAT
+    absorbed = [f"router ({describe(router)})", f"experts ({routed.form})"]
+    if layer is None:
+        rank = len(router.logits.shape or ())
+        axes: tuple[str | None, ...] = ("batch", "tokens", None)
+        if rank == 2:
+            axes = ("batch * tokens" if len(x.shape or ()) == 3 else "tokens", None)
+        operands["router_logits"] = Operand((Piece(router.logits, axes=axes),))
+        settings["has_router_weight"] = False
+        not_absorbed.append(Refusal("router-layer", "the router's linear layer stays in the graph", site.name))
+    else:
+        slab = Slab.of(layer)
+        slabs["router"] = ((slab,),)
+        parameters["router_weight"] = Parameter(
+            tuple(slab.values()), lambda a: slab.numbers(dict(zip(slab.values(), a, strict=True))), form="router"
+        )
+        if layer.bias is not None:
+            vectors["router_bias"] = layer.bias
+            settings["has_router_bias"] = True
+    if router.bias is not None:
+        vectors["expert_bias"] = router.bias
+        settings["has_expert_bias"] = True
+    for name, source in vectors.items():
+        parameters[name] = vector(name, source, router.experts)
+    groups = [("", matrices(routed.experts))]
+    if shared is not None:
+        settings["shared_intermediate_size"] = len(shared.mlp.gate.rows)
+        groups.append(("shared_", matrices([shared.mlp])))
+        absorbed.append("shared expert")
+    for prefix, (gate_up, down) in groups:
+        form = weight_format([gate_up, down])
+        if isinstance(form, Refusal):
+            return form
+        kind, block, zero = form
+        if kind != "float":
+            settings |= {
+                f"{prefix or 'weight_'}format": kind,
+                f"{prefix}block_size": block,
+                f"{prefix}has_zero_point": zero,
+            }
+        for name, matrix in (("gate_up", gate_up), ("down", down)):
+            slabs[f"{prefix}{name}"] = matrix
+            parameters |= matrix_parameters(f"{prefix}{name}", matrix, kind, zero, dtype)
+    if shared is not None and shared.gate is not None:
+        gate_slab = Slab.of(shared.gate)
+        slabs["shared_gate"] = ((gate_slab,),)
+        settings["has_shared_gate"] = True
+        parameters["shared_gate_weight"] = Parameter(
+            tuple(gate_slab.values()),
+            lambda a: gate_slab.numbers(dict(zip(gate_slab.values(), a, strict=True))),
+            form="shared gate",
+        )
+        absorbed.append("shared expert's gate")
+    config = MoeConfig(**settings)
+    refused = config.check()
+    if refused is not None:
+        return refused
+    result = _result(x, end.y)
+    if result is None:
+        return Refusal("shape", f"the result {end.y.name!r} can't be brought to its shape", site.name)
+    borders = [p.value for o in operands.values() for p in o.pieces]
+    region = backward(view, [end.y], lambda v: v in borders)
+    unknown = _unknown(view, reader, region, borders)
+    if unknown is not None:
+        return Refusal("step", unknown, site.name)
+    order = [n for n in config.input_names() if n in parameters]
+    candidate = MoeCandidate(
+        MOE,
+        site.name,
+        routed.form,
+        config,
+        operands,
+        {n: parameters[n] for n in order},
+        {"y": result},
+        region,
+        absorbed=absorbed,
+        not_absorbed=not_absorbed,
+        explained=reader.marks.all(),
+        slabs=slabs,
+        vectors=vectors,
+    )
+    return type_refusal(candidate) or candidate
+
+
+def _short(number: float) -> float:
+    """The shortest decimal of a float32 number."""
+    import numpy as np
+
+    return float(str(np.float32(number)))
+
+
+def _common(reader: Reader, inputs: list[ir.Value], hidden: int, y: ir.Value) -> ir.Value | None:
+    """The latest value that all inputs are moved from; one of the result's own shape and type is best."""
+    trails = [reader.trail(v) for v in dict.fromkeys(inputs)]
+    shared = [v for v in trails[0] if all(v in t for t in trails)]
+    shared = [v for v in shared if (d := static_dims(v)) is not None and len(d) in (2, 3) and d[-1] == hidden]
+    if not shared:
+        return None
+
+    def fitness(value: ir.Value) -> tuple[bool, bool, bool]:
+        rank = len(value.shape or ()) == len(y.shape or ())
+        return rank, value.dtype == y.dtype, value.dtype not in HALF
+
+    best = max(shared, key=fitness)
+    for trail in trails:
+        for value in trail[: trail.index(best)]:
+            producer = value.producer()
+            assert producer is not None
+            reader.marks.add(producer)
+    return best
+
+
+def _narrows(reader: Reader, value: ir.Value, x: ir.Value) -> bool:
+    """Is a value cast to fewer bits on its way from x?"""
+    trail = reader.trail(value)
+    between = trail[: trail.index(x)]
+    return x.dtype not in HALF and any(v.dtype in HALF for v in between)
+
+
+def _result(x: ir.Value, y: ir.Value) -> Result | None:
+    """The op's result, in the shape of x, brought to the shape of y."""
+    dims, have = static_dims(y), static_dims(x)
+    if dims is None or have is None:
+        return None
+    if len(dims) == len(have):
+        same = all(a == b or a is None or b is None for a, b in zip(dims, have, strict=True))
+        return Result((y,)) if same else None
+    unknown = [i for i, d in enumerate(dims) if d is None]
+    if len(unknown) > 1:
+        return None
+    return Result((y,), reshape=tuple(-1 if d is None else d for d in dims))
+
+
+def _unknown(view: GraphView, reader: Reader, region: Region, borders: list[ir.Value]) -> str | None:
+    """A node of the region that no reading passed, in words; None when all are known or compute shapes."""
+    shapes: set[ir.Node] = set()
+    for node in region.nodes:
+        if is_op(node, "Shape", "Size"):
+            shapes.add(node)
+        elif is_op(node, *_SHAPES) and all(view.is_integer(v) for v in node.outputs):
+            sources = [v.producer() for v in node.inputs if v is not None and not view.is_const(v)]
+            if sources and all(p in shapes for p in sources):
+                shapes.add(node)
+    for value in region.borders:
+        if value not in borders:
+            return f"it reads {value.name!r}, which is no operand of the op"
+    for node in region.nodes:
+        if node in reader.marks or node in shapes or all(view.is_const(v) for v in node.outputs):
+            continue
+        return f"{node.op_type} {node.name!r} is no step of experts that is known"
+    return None
+
+

@@ -1,0 +1,79 @@
+"""Where mixtures of experts may be: routers, and the values that all of a router's influence passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ..fuse import Place
+from ..graph import FLOAT_TYPES, GraphView, is_op, rank_of
+from ..region import Region
+from .reader import Reader
+from .router import Router, read_router
+
+#: Values tried as the routed experts' result.
+MAX_CUTS = 24
+
+
+@dataclass
+class Site(Place):
+    """A router."""
+
+    router: Router | None = None
+    reader: Reader | None = None
+
+
+def find_sites(view: GraphView) -> list[Site]:
+    """All routers, in graph order."""
+    found = []
+    for node in view.graph:
+        if not is_op(node, "TopK") or node.outputs[1].uses() == () or view.is_const(node.outputs[0]):
+            continue
+        reader = Reader(view)
+        router = read_router(reader, node)
+        if router is not None:
+            name = scope_of(node) or node.name or f"node {view.position[node]}"
+            region = Region([], [n for n in view.graph if n in reader.marks], [])
+            found.append(Site(name, "", region, [node], router, reader))
+    return found
+
+
+def scope_of(node: ir.Node) -> str:
+    """The module that a node was exported from: the block around the router."""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    names = [s for s in scopes.strip("[]").replace("'", "").replace('"', "").split(", ") if s]
+    module = names[-2] if len(names) > 1 else ""
+    return module.rpartition(".")[0] or module
+
+
+def cuts(view: GraphView, start: ir.Node) -> Iterator[ir.Value]:
+    """Float values that all influence of a node's results passes through, in graph order.
+
+    Results that leave the graph on the way do not count: they stay in it.
+    """
+    waiting: dict[ir.Value, set[ir.Node]] = {v: users for v in start.outputs if (users := set(view.users(v)))}
+    passed = 0
+    nodes = sorted(view.position, key=view.position.__getitem__)
+    for node in nodes[view.position[start] + 1 :]:
+        read = [v for v in view.inputs_of(node) if v in waiting]
+        if not read:
+            continue
+        for value in read:
+            waiting[value].discard(node)
+            if not waiting[value]:
+                del waiting[value]
+        for value in node.outputs:
+            users = set(view.users(value))
+            if users or value.is_graph_output():
+                waiting[value] = users
+        if len(waiting) == 1:
+            only = next(iter(waiting))
+            if (only.dtype is None or only.dtype in FLOAT_TYPES) and rank_of(only) in (2, 3):
+                yield only
+                passed += 1
+                if passed >= MAX_CUTS:
+                    return
+            if not waiting[only]:
+                return

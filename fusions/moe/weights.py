@@ -1,0 +1,236 @@
+"""Experts' weights in the routing sense: how much of each chosen expert's result counts, however it is laid out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ..graph import attribute_int, attribute_string, static_dims
+from .reader import Reader, last_dim
+from .router import Router, read_one_hot
+from .stored import slice_of
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """Weights of the choices, ``[.., k]`` beside the router's ids."""
+
+    norm: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+    masked: bool = False
+
+
+def is_ids(r: Reader, router: Router, value: ir.Value | None) -> bool:
+    """Is a value the router's ids, moved at most?"""
+    level = r.marks.level()
+    if r.moved(value) is router.ids:
+        return True
+    r.marks.back(level)
+    return False
+
+
+def read_weighting(r: Reader, router: Router, value: ir.Value | None) -> Weighting | None:
+    """The weights of the choices: chosen scores, normalised or not, scaled or not."""
+    base = r.moved(value)
+    if base is None:
+        return None
+    if base is router.values:
+        if not router.values_are_scores:
+            r.refuse("weights are chosen choices, biased or masked with minus infinity, not scores")
+            return None
+        return Weighting(masked=router.groups is not None)
+    node = r.node(base, "GatherElements", "Mul", "Div")
+    if node is None:
+        return None
+    if node.op_type == "GatherElements":
+        return _chosen(r, router, node)
+    first, second = node.inputs
+    for inner, other in ((first, second), (second, first)):
+        number = r.scalar(other)
+        if number is None or (node.op_type == "Div" and inner is second):
+            continue
+        found = read_weighting(r, router, inner)
+        factor = 1.0 / number if node.op_type == "Div" else number
+        return None if found is None else _scaled(found, factor)
+    if node.op_type == "Div":
+        return _normalised(r, router, first, second)
+    for inner, other in ((first, second), (second, first)):
+        reciprocal = r.node(r.moved(other), "Reciprocal")
+        if reciprocal is not None:
+            return _normalised(r, router, inner, reciprocal.inputs[0])
+    return None
+
+
+def _scaled(w: Weighting, factor: float) -> Weighting:
+    return Weighting(w.norm, w.eps, w.scale * factor, w.masked)
+
+
+def _chosen(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
+    rank = len(node.inputs[0].shape) if node.inputs[0] is not None and node.inputs[0].shape is not None else 2
+    if attribute_int(node, "axis", 0) % rank != rank - 1 or not is_ids(r, router, node.inputs[1]):
+        return None
+    source = r.moved(node.inputs[0])
+    if source is router.scores:
+        return Weighting()
+    if source is r.moved(router.choice) and router.values_are_scores:
+        return Weighting(masked=router.groups is not None)
+    r.refuse("weights are taken from other numbers than the router's scores")
+    return None
+
+
+def _normalised(
+    r: Reader, router: Router, value: ir.Value | None, total: ir.Value | None
+) -> Weighting | None:
+    inner = read_weighting(r, router, value)
+    if inner is None or inner.norm or inner.scale == 0.0:
+        return None
+    eps, base = 0.0, r.moved(total)
+    add = r.node(base, "Add")
+    if add is not None:
+        numbers = [r.scalar(v) for v in add.inputs]
+        number = next((n for n in numbers if n is not None), None)
+        if number is None:
+            return None
+        eps, base = number, r.moved(next(v for v, n in zip(add.inputs, numbers, strict=True) if n is None))
+    node = r.node(base, "ReduceSum")
+    if node is None:
+        r.refuse("weights are divided by something else than their sum")
+        return None
+    axes, source = r.axes(node), node.inputs[0]
+    rank = len(source.shape) if source is not None and source.shape is not None else 0
+    if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 1] or r.moved(source) is not r.moved(value):
+        r.refuse("weights are divided by the sum of other numbers than the chosen scores")
+        return None
+    # s w / (sum of s w + eps) = w / (sum of w + eps / s)
+    return Weighting(True, eps / inner.scale, 1.0, inner.masked)
+
+
+# --- the other layouts ----------------------------------------------------------------------------------------------
+
+
+def read_dense(r: Reader, router: Router, value: ir.Value | None) -> Weighting | None:
+    """Weights laid out over all experts, ``[.., E]``: 0 for those not chosen."""
+    base = r.moved(value)
+    node = r.node(base, "ScatterElements", "ReduceSum", "MatMul", "Einsum", "ScatterND")
+    if node is None:
+        return None
+    if node.op_type == "ScatterElements":
+        data, index, updates = node.inputs
+        rank = len(data.shape) if data is not None and data.shape is not None else 2
+        if attribute_string(node, "reduction", "none") not in ("none", "add"):
+            return None
+        if attribute_int(node, "axis", 0) % rank != rank - 1 or not r.is_filled(data, 0.0):
+            return None
+        return read_weighting(r, router, updates) if is_ids(r, router, index) else None
+    if node.op_type == "ReduceSum":
+        axes, source = r.axes(node), node.inputs[0]
+        rank = len(source.shape) if source is not None and source.shape is not None else 0
+        if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 2]:
+            return None
+        product = r.node(source, "Mul")
+        return None if product is None else _hot_product(r, router, list(product.inputs))
+    if node.op_type == "MatMul":
+        return _hot_product(r, router, list(node.inputs))
+    return None
+
+
+def _hot_product(r: Reader, router: Router, operands: list[ir.Value | None]) -> Weighting | None:
+    for hot, weights in (operands, operands[::-1]):
+        found = r.attempt(read_one_hot, hot)
+        if found is None or found[1] != router.experts or not is_ids(r, router, found[0]):
+            continue
+        return read_weighting(r, router, weights)
+    return None
+
+
+def read_column(r: Reader, router: Router, value: ir.Value | None) -> tuple[int, Weighting] | None:
+    """(expert, weights) of one expert's weight for every token."""
+    base = r.moved(value)
+    node = r.node(base, "Slice", "Gather", "Split", "ReduceSum")
+    if node is None or base is None:
+        return None
+    if node.op_type == "ReduceSum":
+        return _masked_sum(r, router, node)
+    number = _column_number(r, router, node, base)
+    if number is None:
+        return None
+    found = r.attempt(read_dense, router, node.inputs[0])
+    if found is not None:
+        return number, found
+    return None
+
+
+def _column_number(r: Reader, router: Router, node: ir.Node, value: ir.Value) -> int | None:
+    """Which column of dense weights a node takes."""
+    dims = static_dims(node.inputs[0]) if node.inputs[0] is not None else None
+    if dims is None:
+        return None
+    if node.op_type == "Split":
+        axis = attribute_int(node, "axis", 0) % len(dims)
+        sizes = r.view.ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+        even = sizes is None or set(sizes) == {1}
+        if dims[axis] != router.experts or len(node.outputs) != router.experts or not even:
+            return None
+        return list(node.outputs).index(value)
+    if node.op_type == "Gather":
+        axis, index = attribute_int(node, "axis", 0) % len(dims), r.view.array(node.inputs[1])
+        if dims[axis] != router.experts or index is None or index.size != 1:
+            return None
+        return int(index.reshape(-1)[0]) % router.experts
+    found = slice_of(r.view, node, tuple(1 if d is None else d for d in dims))
+    if found is None or dims[found[0]] != router.experts or len(found[1]) != 1:
+        return None
+    return found[1][0]
+
+
+def _masked_sum(r: Reader, router: Router, node: ir.Node) -> tuple[int, Weighting] | None:
+    """The sum over choices of the weights of those that are one expert's."""
+    axes, source = r.axes(node), node.inputs[0]
+    rank = len(source.shape) if source is not None and source.shape is not None else 0
+    if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 1] or last_dim(source) != router.top_k:
+        return None
+    inner = r.node(r.moved(source), "Mul", "Where")
+    if inner is None:
+        return None
+    if inner.op_type == "Where":
+        condition, yes, no = inner.inputs
+        expert = r.attempt(read_chosen, router, condition)
+        if expert is None or not r.is_filled(no, 0.0):
+            return None
+        found = read_weighting(r, router, yes)
+        return None if found is None else (expert, found)
+    for mask, weights in (inner.inputs, inner.inputs[::-1]):
+        expert = r.attempt(read_chosen, router, mask)
+        if expert is not None:
+            found = read_weighting(r, router, weights)
+            return None if found is None else (expert, found)
+    return None
+
+
+def read_chosen(r: Reader, router: Router, value: ir.Value | None) -> int | None:
+    """Which expert, of a mask over the choices that is true where they are this expert."""
+    base = r.moved(value)
+    while (cast := r.node(base, "Cast")) is not None:
+        base = r.moved(cast.inputs[0])
+    node = r.node(base, "Equal", "Gather")
+    if node is None:
+        return None
+    if node.op_type == "Gather":
+        # one class of a one-hot tensor, its axes in any order
+        index, data = r.view.array(node.inputs[1]), node.inputs[0]
+        dims = static_dims(data) if data is not None else None
+        if index is None or index.size != 1 or dims is None or data is None:
+            return None
+        axis = attribute_int(node, "axis", 0) % len(dims)
+        hot = r.attempt(read_one_hot, r.moved(data))
+        if hot is None or hot[1] != router.experts or dims[axis] != router.experts or not is_ids(r, router, hot[0]):
+            return None
+        return int(index.reshape(-1)[0]) % router.experts
+    for ids, number in (node.inputs, node.inputs[::-1]):
+        array = r.view.array(number)
+        if array is not None and array.size == 1 and is_ids(r, router, ids):
+            return int(np.asarray(array).reshape(-1)[0])
+    return None
