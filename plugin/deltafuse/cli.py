@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import __version__, show
+from . import __version__, cli_models, show
 from .cli_common import (
     EXIT_INPUT,
     EXIT_REQUIRED,
@@ -55,7 +55,7 @@ def options(
         bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Find Kimi Delta Attention in an ONNX model, prove it, and fuse it into one node each."""
+    """Find the blocks of hybrid linear-attention models in an ONNX model, prove each, and fuse it into one node."""
 
 
 @app.command("fuse")
@@ -144,6 +144,9 @@ def inspect_command(
             quiet,
             as_json,
         )
+
+
+cli_models.add_to(app)
 
 
 @app.command("doctor")

@@ -39,7 +39,7 @@ def clear_errors(as_json: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except (typer.Exit, typer.Abort, SystemExit):
+    except (typer.Exit, typer.Abort, typer.BadParameter, SystemExit):
         raise
     except DeltaFuseError as error:
         fail(str(error), EXIT_INPUT, as_json)
@@ -140,3 +140,22 @@ def parse_require(values: list[str]) -> dict[str, int]:
                 f"{op}={result[op]} and {op}={count} contradict each other", param_hint="--require"
             )
     return result
+
+
+def parse_dims(values: list[str] | None) -> dict[str, int]:
+    """``["S=12"]`` as ``{"S": 12}``."""
+    result: dict[str, int] = {}
+    for value in values or []:
+        name, _, size = value.rpartition("=")
+        if not name or not size.isascii() or not size.isdigit():
+            raise typer.BadParameter(f"{value!r}: expected NAME=SIZE, for example S=12", param_hint="--dim")
+        result[name] = int(size)
+    return result
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """``"1,2,3"`` or ``"1 2 3"`` as ``[1, 2, 3]``."""
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isascii() and part.isdigit() for part in parts):
+        raise typer.BadParameter(f"{text!r}: expected whole numbers, for example 1,2,3", param_hint=option)
+    return [int(part) for part in parts]

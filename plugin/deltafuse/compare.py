@@ -1,0 +1,241 @@
+"""Two models on the same inputs: do they give the same, step for step, with their own states carried along?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .capture import Runner
+from .errors import DeltaFuseError, OptionError
+from .model_runs import Steps, open_runner, relative_error, run_sequence, sequence
+from .sample_inputs import Arrays, SampleInputs
+from .signature import Signature, read_signature
+
+#: Largest relative L2 error by the type that the models compute in: that of a proof, and for the half types what two
+#: right orders of rounding differ by over a few layers.
+TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class OutputCheck:
+    """One output in one phase: the worst of its steps."""
+
+    phase: str
+    output: str
+    steps: int
+    error: float
+    limit: float
+    max_abs: float
+    state: bool = False
+
+    @property
+    def same(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass
+class CaseCheck:
+    """One sequence. ``failed``: "first", "second" or "both" could not run it; ``reason`` has ONNX Runtime's words."""
+
+    name: str
+    tokens: list[int]
+    past: int
+    outputs: list[OutputCheck] = field(default_factory=list)
+    failed: str = ""
+    reason: str = ""
+
+    @property
+    def status(self) -> str:
+        """ "same", "differs", "repaired" (only the first fails), "broken" (only the second fails) or "not run"."""
+        if self.failed:
+            return {"first": "repaired", "second": "broken", "both": "not run"}[self.failed]
+        return "same" if all(check.same for check in self.outputs) else "differs"
+
+
+@dataclass
+class Comparison:
+    """All cases of two models."""
+
+    first: str
+    second: str
+    seed: int
+    cases: list[CaseCheck] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Is there nothing that the second model does worse, and at least one case that both ran?"""
+        states = [case.status for case in self.cases]
+        return "same" in states and not {"differs", "broken"} & set(states)
+
+    @property
+    def error(self) -> float:
+        """The worst error of all."""
+        return max((check.error for case in self.cases for check in case.outputs), default=float("nan"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        made = asdict(self) | {"same": self.same, "error": self.error}
+        for entry, case in zip(made["cases"], self.cases, strict=True):
+            entry["status"] = case.status
+            for row, check in zip(entry["outputs"], case.outputs, strict=True):
+                row["same"] = check.same
+        return made
+
+
+def compare(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    tokens: Sequence[int] = (16,),
+    steps: int = 4,
+    past: int = 8,
+    batch: int = 1,
+    samples: int = 1,
+    seed: int = 0,
+    tolerance: float | None = None,
+    dims: Mapping[str, int] | None = None,
+    vocabulary: int | None = None,
+    given: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    plugin: bool = True,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Run two models on the same inputs, from zero states and from random ones, a prompt and then token by token.
+
+    Args:
+        first: the model that is right.
+        second: the one to check. Inputs and outputs have the same names.
+        tokens: lengths of prompts, where the models leave that open.
+        steps: steps after the prompt, where they carry states.
+        past: positions in random states, where their number is open.
+        batch, dims, vocabulary, given: as for :class:`deltafuse.sample_inputs.SampleInputs`.
+        samples: how many times, each with other random numbers.
+        tolerance: the largest relative L2 error; by default by type (:data:`TOLERANCES`).
+        device: as for ``deltafuse.session``.
+        plugin: use the plugin EP for fused nodes.
+
+    Raises:
+        OptionError: the models' inputs or outputs are not the same, or inputs cannot be made.
+        DeltaFuseError: a model that cannot be loaded.
+    """
+    signature, other = read_signature(first), read_signature(second)
+    _check_alike(signature, other)
+    limits = usual_limits(signature, other, tolerance)
+    plans = _plans(signature, tokens, steps, past, batch, samples, seed, dims, vocabulary, given)
+    done = Comparison(os.fspath(first), os.fspath(second), seed)
+    results: list[list[list[Arrays] | DeltaFuseError]] = []
+    for number, (model, own) in enumerate(((first, signature), (second, other))):
+        with open_runner(model, own, device, plugin=plugin) as runner:
+            found: list[list[Arrays] | DeltaFuseError] = []
+            for index, plan in enumerate(plans):
+                if progress is not None:
+                    progress(f"{'first' if number == 0 else 'second'} model: {plan.name}", index, len(plans))
+                found.append(_try(runner, plan))
+            results.append(found)
+    for plan, one, two in zip(plans, *results, strict=True):
+        done.cases.append(_case(plan, one, two, signature, limits))
+    return done
+
+
+def _plans(
+    signature: Signature,
+    tokens: Sequence[int],
+    steps: int,
+    past: int,
+    batch: int,
+    samples: int,
+    seed: int,
+    dims: Mapping[str, int] | None,
+    vocabulary: int | None,
+    given: Mapping[str, Any] | None,
+) -> list[Steps]:
+    plans = []
+    if given:
+        inputs = SampleInputs(signature, batch=batch, seed=seed, dims=dims, vocabulary=vocabulary, given=given)
+        plans.append(sequence(inputs, "given inputs", inputs.tokens(tokens[0]), steps, past=past))
+        return plans
+    lengths = list(dict.fromkeys(tokens))
+    for sample in range(samples):
+        inputs = SampleInputs(signature, batch=batch, seed=seed + sample, dims=dims, vocabulary=vocabulary)
+        again = f", sample {sample + 1}" if samples > 1 else ""
+        for length in lengths[:1] if inputs.fixed else lengths:
+            size = inputs.tokens(length)
+            what = f"{size} tokens at a time" if inputs.fixed and signature.states else f"{size} tokens"
+            if not signature.of("state"):
+                plans.append(sequence(inputs, f"{what}{again}", length, steps))
+                continue
+            plans.append(sequence(inputs, f"zero states, {what}{again}", length, steps))
+            plans.append(
+                sequence(inputs, f"random states, {what}{again}", length, steps, past=past, random_states=True)
+            )
+    return plans
+
+
+def _try(runner: Runner, plan: Steps) -> list[Arrays] | DeltaFuseError:
+    try:
+        return run_sequence(runner, plan)
+    except OptionError:
+        raise
+    except DeltaFuseError as error:
+        return error
+
+
+def _case(
+    plan: Steps,
+    one: list[Arrays] | DeltaFuseError,
+    two: list[Arrays] | DeltaFuseError,
+    signature: Signature,
+    limits: Mapping[str, float],
+) -> CaseCheck:
+    case = CaseCheck(plan.name, [step.tokens for step in plan.steps], plan.past)
+    if isinstance(one, DeltaFuseError) or isinstance(two, DeltaFuseError):
+        bad = [isinstance(one, DeltaFuseError), isinstance(two, DeltaFuseError)]
+        case.failed = "both" if all(bad) else "first" if bad[0] else "second"
+        case.reason = str(one if bad[0] else two)
+        return case
+    states = set(signature.states.values())
+    worst: dict[tuple[str, str], OutputCheck] = {}
+    for step, truth, found in zip(plan.steps, one, two, strict=True):
+        for name, value in truth.items():
+            check = worst.setdefault(
+                (step.phase, name), OutputCheck(step.phase, name, 0, 0.0, limits[name], 0.0, name in states)
+            )
+            check.steps += 1
+            check.error = max(check.error, relative_error(found[name], value))
+            if value.size and found[name].shape == value.shape:
+                check.max_abs = max(check.max_abs, _max_abs(found[name], value))
+    case.outputs = list(worst.values())
+    return case
+
+
+def _max_abs(found: Any, truth: Any) -> float:
+    with np.errstate(invalid="ignore"):
+        return float(np.abs(found.astype(np.float64) - truth.astype(np.float64)).max())
+
+
+def usual_limits(first: Signature, second: Signature, tolerance: float | None) -> dict[str, float]:
+    """The largest error of each output: the tolerance that is given, else by the types that both models compute in."""
+    limits = {}
+    for name, port in first.outputs.items():
+        kinds = {str(port.dtype), first.half, second.half} & set(TOLERANCES)
+        usual = max((TOLERANCES[kind] for kind in kinds), default=0.0)
+        limits[name] = tolerance if tolerance is not None else usual
+    return limits
+
+
+def _check_alike(first: Signature, second: Signature) -> None:
+    for what in ("inputs", "outputs"):
+        one, two = getattr(first, what), getattr(second, what)
+        if set(one) != set(two):
+            only = [f"only the first has {', '.join(sorted(set(one) - set(two)))}"] if set(one) - set(two) else []
+            only += [f"only the second has {', '.join(sorted(set(two) - set(one)))}"] if set(two) - set(one) else []
+            raise OptionError(f"the models' {what} differ: {'; '.join(only)}")
+        for name, port in one.items():
+            if port.dtype != two[name].dtype:
+                raise OptionError(f"the models' {what} differ: {name} is a {port.dtype} and a {two[name].dtype}")
