@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .capture_device import Array, HostDevice, element_type, numpy_type
+from .capture_device import Array, HostDevice, as_array, element_type, numpy_type
 from .capture_plan import Plan, Slots, run_unplanned
 from .capture_session import cpu_nodes, device_of, make_session
 from .capture_shapes import Shapes
@@ -83,15 +83,6 @@ def capture(
     if graphs == "always" and place.refusal:
         raise CaptureError(f"the step cannot be captured: {place.refusal}")
     return Runner(session, place, pair_states(session, states), graphs, in_place, warmup, cache)
-
-
-def _holds(wanted: np.dtype[Any], array: Array) -> bool:
-    """Can values of a list be of this type without being others? Floats may be rounded."""
-    if array.size and array.dtype.kind not in "biuf":
-        return False
-    if wanted.kind not in "iub":
-        return True
-    return array.size == 0 or (array.dtype.kind != "f" and bool((array.astype(wanted) == array).all()))
 
 
 class Runner:
@@ -289,17 +280,7 @@ class Runner:
         return value
 
     def _array(self, name: str, given: Any) -> Array:
-        wanted = np.dtype(numpy_type(self._types[name]))
-        try:
-            array = np.asarray(given)
-        except ValueError as error:  # rows of different lengths
-            raise OptionError(f"{name}: {error}") from error
-        if array.dtype != wanted:
-            # Lists and numbers have no type of their own: they may take the input's, if their values do.
-            if isinstance(given, np.ndarray) or not _holds(wanted, array):
-                raise OptionError(f"{name} is a {array.dtype}: expected {wanted}")
-            array = array.astype(wanted)
-        return np.ascontiguousarray(array).reshape(array.shape)
+        return as_array(name, given, self._types[name])
 
     @staticmethod
     def _shape(source: Any) -> tuple[int, ...]:

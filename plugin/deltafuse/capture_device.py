@@ -54,6 +54,35 @@ def numpy_type(element: int) -> Any:
     return np.dtype(helper.tensor_dtype_to_np_dtype(element))
 
 
+def as_array(name: str, given: Any, element: int) -> Array:
+    """What was given for an input or a state, as an array of its type.
+
+    Lists and numbers have no type of their own: they may take the input's, if their values do.
+
+    Raises:
+        OptionError: an array of another type, or values that would become others.
+    """
+    wanted = np.dtype(numpy_type(element))
+    try:
+        array = np.asarray(given)
+    except ValueError as error:  # rows of different lengths
+        raise OptionError(f"{name}: {error}") from error
+    if array.dtype != wanted:
+        if isinstance(given, np.ndarray) or not _holds(wanted, array):
+            raise OptionError(f"{name} is a {array.dtype}: expected {wanted}")
+        array = array.astype(wanted)
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def _holds(wanted: np.dtype[Any], array: Array) -> bool:
+    """Can values of a list be of this type without being others? Floats may be rounded."""
+    if array.size and array.dtype.kind not in "biuf":
+        return False
+    if wanted.kind not in "iub":
+        return True
+    return array.size == 0 or (array.dtype.kind != "f" and bool((array.astype(wanted) == array).all()))
+
+
 class Graph(Protocol):
     """A captured step."""
 
