@@ -1,0 +1,39 @@
+// A plain C face of the CUDA kernels over mla.h's Params, for tests and benchmarks through ctypes.
+#include <cstddef>
+#include <cstdint>
+
+#include "mla.h"
+#include "mla_launch.h"
+
+using deltafuse::mla::CudaLayer;
+using deltafuse::mla::Params;
+
+extern "C" {
+
+// Weak: the CPU kernel's C face has the same one.
+__attribute__((weak)) size_t deltafuse_mla_params_bytes() { return sizeof(Params); }
+
+const char* deltafuse_mla_cuda_refusal(const Params* params, int compute_capability) {
+  return deltafuse::mla::cuda_refusal(*params, compute_capability);
+}
+
+const char* deltafuse_mla_cuda_create(const Params* params, void* stream, CudaLayer** layer) {
+  return deltafuse::mla::cuda_create(*params, stream, layer);
+}
+
+void deltafuse_mla_cuda_destroy(CudaLayer* layer) { deltafuse::mla::cuda_destroy(layer); }
+
+size_t deltafuse_mla_cuda_workspace_bytes(const CudaLayer* layer, const Params* params) {
+  return deltafuse::mla::cuda_workspace_bytes(layer, *params);
+}
+
+const char* deltafuse_mla_cuda_forward(CudaLayer* layer, const Params* params, void* workspace, void* stream) {
+  return deltafuse::mla::cuda_forward(layer, *params, workspace, stream);
+}
+
+// The attention alone, once more (mla_launch.h).
+const char* deltafuse_mla_cuda_core(CudaLayer* layer, const Params* params, void* workspace, void* stream) {
+  return deltafuse::mla::cuda_core(layer, *params, workspace, stream);
+}
+
+}  // extern "C"

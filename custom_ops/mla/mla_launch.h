@@ -1,0 +1,252 @@
+// What the CUDA kernels of LatentAttention share with their dispatch: views of caches, launch functions, and how a
+// sequence is cut for decode.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "mla.h"
+
+#ifdef __CUDACC__
+#define MLA_BOTH __host__ __device__ __forceinline__
+#else
+#define MLA_BOTH inline
+#endif
+
+namespace deltafuse::mla {
+
+constexpr int kShortWindow = 16;  // calls of up to so many tokens a row attend with absorbed weights
+constexpr int kFloat8Group = 128;
+
+inline int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// How many tokens a row of the batch has, new ones included.
+struct Lengths {
+  const void* past = nullptr;  // int32 or int64 [B], or null: past_len for all
+  int32_t is_int64 = 0;
+  int64_t past_len = 0, seq_len = 0, capacity = 0;
+
+  // Tokens before the new ones, as the caller has them; valid() says whether they make sense.
+  MLA_BOTH int64_t given(int64_t b) const {
+    if (!past) return past_len;
+    return is_int64 ? static_cast<const int64_t*>(past)[b] : static_cast<const int32_t*>(past)[b];
+  }
+  MLA_BOTH bool valid(int64_t n) const { return n >= 0 && n <= capacity - seq_len; }
+  // What the kernels go on with: 0 where the value makes no sense.
+  MLA_BOTH int64_t before(int64_t b) const {
+    const int64_t n = given(b);
+    return valid(n) ? n : 0;
+  }
+  MLA_BOTH int64_t total(int64_t b) const {
+    const int64_t n = before(b) + seq_len;
+    return n < capacity ? n : capacity;
+  }
+};
+
+// Where token t of row b lies in a cache of latents (or in what stands for one).
+struct View {
+  void* latent = nullptr;                // T, or codes
+  void* rope = nullptr;                  // T
+  float* scale = nullptr;                // int8: [R]; float8: [rows, groups]
+  int64_t latent_row = 0, rope_row = 0;  // elements between tokens
+  int64_t batch_rows = 0;                // tokens between rows of the batch; not paged
+  CacheType type = CacheType::kSame;
+  const int32_t* block_table = nullptr;
+  int64_t num_blocks = 0, block_size = 0, max_blocks = 0;
+
+  // The token's place in the buffers, or -1 where its block id makes no sense.
+  MLA_BOTH int64_t row(int64_t b, int64_t t) const {
+    if (!block_table) return b * batch_rows + t;
+    const int64_t slot = t / block_size;
+    if (slot >= max_blocks) return -1;
+    const int64_t id = block_table[b * max_blocks + slot];
+    return id < 0 || id >= num_blocks ? -1 : id * block_size + t % block_size;
+  }
+};
+
+// Decode: a sequence is cut into leaves, by its own length alone, and leaves are gathered into sections. A leaf's sum
+// is always made from nothing and sections add their leaves in order, so the bits are the same whether one block makes
+// a leaf or a whole section: a row does not see how many rows there are.
+struct Cut {
+  int64_t base = 0, end = 0;  // tokens that any query of the row may see; base is a multiple of kTile
+  int leaf = 0;               // tokens
+  int leaves = 0, leaves_per_section = 0, sections = 0;
+
+  static constexpr int kTile = 64, kMaxLeaves = 128, kSection = 512;
+
+  MLA_BOTH static Cut of(int64_t total, int64_t seq_len, int64_t window) {
+    Cut c;
+    c.end = total;
+    if (window > 0) {
+      const int64_t first = total - seq_len - window + 1;
+      c.base = first > 0 ? first / kTile * kTile : 0;
+    }
+    const int64_t n = c.end - c.base;
+    const int64_t share = (n + kMaxLeaves - 1) / kMaxLeaves;
+    c.leaf = static_cast<int>((share + kTile - 1) / kTile * kTile);
+    if (c.leaf < kTile) c.leaf = kTile;
+    c.leaves = static_cast<int>((n + c.leaf - 1) / c.leaf);
+    c.leaves_per_section = c.leaf < kSection ? kSection / c.leaf : 1;
+    c.sections = (c.leaves + c.leaves_per_section - 1) / c.leaves_per_section;
+    return c;
+  }
+  // Upper bounds for a capacity.
+  static int max_leaves(int64_t capacity) {
+    const int64_t tiles = (capacity + kTile - 1) / kTile + 1;
+    return static_cast<int>(tiles < kMaxLeaves ? tiles : kMaxLeaves);
+  }
+  static int max_sections(int64_t capacity) {
+    const int64_t n = capacity / 320 + 2;  // no section is shorter than 320 tokens
+    const int leaves = max_leaves(capacity);
+    return n < leaves ? static_cast<int>(n) : leaves;
+  }
+};
+constexpr int kDecodeRows = 32;  // query rows (token and head) of one block
+constexpr int kLatent = 512, kRotary = 64;
+
+// The pass over new tokens: norm, rotation, cache write, faults.
+struct TokenArgs {
+  Params p;
+  Lengths lengths;
+  View cache;              // written at each new token's place
+  int32_t by_token = 0;    // the cache's rows are the new tokens themselves, [B * S]
+  void* q_rope = nullptr;  // rotated queries, element (token, head) at row * q_rope_row
+  int64_t q_rope_row = 0;
+  int32_t q_rope_float32 = 0;  // else T
+  // Not null: queries times q_scale, all channels of them ([tokens * H, Dn + Dr]); q_rope is then inside of it.
+  void* q_scaled = nullptr;
+};
+cudaError_t launch_tokens(const TokenArgs& args, cudaStream_t stream);
+
+// Decode, absorbed: q_nope W_uk into the first R channels of `out`'s rows of R + Dr.
+struct AbsorbArgs {
+  Params p;
+  const void* kv_b = nullptr;
+  const float* channel_scale = nullptr;  // int8 caches: [R], multiplied in
+  void* out = nullptr;
+  int32_t out_float32 = 0;  // else T
+};
+cudaError_t launch_absorb(const AbsorbArgs& args, bool pdl, cudaStream_t stream);
+// o_latent W_uv and the gate, into p.o.
+struct ProjectArgs {
+  Params p;
+  const void* kv_b = nullptr;
+  const void* o_latent = nullptr;  // [tokens * H, R]
+  int32_t float32 = 0;             // of o_latent, else T
+};
+cudaError_t launch_project(const ProjectArgs& args, bool pdl, cudaStream_t stream);
+// The same two by tensor cores for 16-bit types, Dn a multiple of 32 up to 256, R of 64, Dv of 64.
+bool fast_projections(const Params& p);
+cudaError_t launch_absorb_fast(const AbsorbArgs& args, bool pdl, cudaStream_t stream);
+cudaError_t launch_project_fast(const ProjectArgs& args, bool pdl, cudaStream_t stream);
+
+// New tokens' keys and values by plain arithmetic, into expanded caches at [B, H, L, ...]; k_rope: rotated, T,
+// [tokens, Dr]; latent: T [tokens, R].
+struct ExpandArgs {
+  Params p;
+  Lengths lengths;
+  const void* kv_b = nullptr;
+  const void* latent = nullptr;
+  const void* k_rope = nullptr;
+  int64_t latent_row = 0, rope_row = 0;
+  void* key = nullptr;
+  void* value = nullptr;
+  int64_t cache_rows = 0;    // L
+  const void* kv = nullptr;  // not null: the new tokens' keys and values, made already: [tokens, H, Dn + Dv]
+};
+cudaError_t launch_expand(const ExpandArgs& args, cudaStream_t stream);
+
+// Attention by plain arithmetic, for everything that the fast kernels do not take. absorbed: every head reads the
+// latents (queries in float32, R + Dr wide; the output is float32 [tokens * H, R]); else expanded keys and values
+// [B, H, L, ...], queries T from p.q with their rotated part in q_rope (T), output p.o with the gate.
+struct AnyArgs {
+  Params p;
+  Lengths lengths;
+  View cache;
+  int32_t absorbed = 0;
+  const float* q = nullptr;      // absorbed
+  const void* q_rope = nullptr;  // expanded
+  const void* key = nullptr;     // expanded
+  const void* value = nullptr;   // expanded
+  int64_t cache_rows = 0;        // expanded: L
+  float* o_latent = nullptr;     // absorbed
+};
+cudaError_t launch_any(const AnyArgs& args, cudaStream_t stream);
+int any_widest();  // the widest query or value row that launch_any takes
+
+// Copies a paged or 8-bit cache's tokens into plain rows of T: latent [B, capacity, R], rope [B, capacity, Dr].
+struct FlattenArgs {
+  Params p;
+  Lengths lengths;
+  View cache;
+  void* latent = nullptr;
+  void* rope = nullptr;
+};
+cudaError_t launch_flatten(const FlattenArgs& args, cudaStream_t stream);
+
+// -- sm_90a ----------------------------------------------------------------------------------------------------------
+// Was this file's device code compiled for sm_90a, and does it run on the current device?
+cudaError_t has_sm90a(bool* yes);
+
+struct DecodeArgs {
+  Params p;
+  Lengths lengths;
+  View cache;
+  const void* q = nullptr;   // T [B * S * H, 576]
+  float* partial = nullptr;  // [B, row blocks, items, 512, 32]
+  float* stats = nullptr;    // [B, row blocks, items, 2, 32]: maximum (base 2), sum
+  void* o_latent = nullptr;  // T [B * S * H, 512]
+  int items = 0;             // blocks a sequence gets
+  int by_section = 0;        // a block makes a section, else a leaf
+};
+struct DecodePlan {
+  int items = 0, by_section = 0;
+  int64_t partial_bytes = 0, stats_bytes = 0;
+};
+DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
+// Null, or why the tiles cannot be fetched.
+const char* decode_refusal(const Params& p, const View& cache);
+cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
+
+// Prompts: keys and values of all tokens, [B, L, H, Dn + Dv] = latent W, by wgmma.
+struct GemmArgs {
+  Params p;
+  Lengths lengths;
+  const void* latent = nullptr;  // T [B, rows, R], with strides
+  int64_t latent_row = 0, batch_rows = 0;
+  int64_t rows = 0;      // tokens of a row of the batch that may be there
+  int32_t only_new = 0;  // all of them are; else as many as `lengths` says
+  const void* kv_b = nullptr;
+  void* kv = nullptr;
+};
+cudaError_t launch_expand_sm90a(const GemmArgs& args, cudaStream_t stream);
+
+// A T tensor (d, head, token, batch) with element strides.
+struct Heads {
+  const void* data = nullptr;
+  int64_t width = 0, heads = 0, tokens = 0, batch = 0;
+  int64_t head_stride = 0, token_stride = 0, batch_stride = 0;
+};
+struct PromptArgs {
+  Params p;
+  Lengths lengths;
+  Heads q, q_rope, k, k_rope, v;
+  int32_t q_rope_column = 0, k_rope_column = 0, v_column = 0;
+  int32_t k_rope_per_head = 0;
+};
+cudaError_t launch_prompt_sm90a(const PromptArgs& args, cudaStream_t stream);
+
+// For benchmarks: the attention alone, again, after a call of cuda_forward with the same operands.
+const char* cuda_core(CudaLayer* layer, const Params& params, void* workspace, void* stream);
+
+// Cached per device: what its kernels can use.
+struct DeviceInfo {
+  int capability = 0, shared_bytes = 0, multiprocessors = 0;
+  bool sm90a = false;
+};
+cudaError_t device_info(DeviceInfo* info);
+cudaError_t compiled_capability(int* capability);
+
+}  // namespace deltafuse::mla
