@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,12 +10,12 @@ import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
 from ...custom_ops.moe.packing import STORED, ZERO_POINTS, packed_shape
-from ...custom_ops.moe.spec import MoeConfig
 from ..candidate import Candidate, Parameter
 from ..graph import static_dims
 from .forms import Routed
 from .linear import Linear
 from .mlp import Mlp
+from .reader import Reader
 from .router import Router
 from .slabs import FORMATS, Slab, as_held, block_of, joined
 from .tail import Shared
@@ -213,13 +212,9 @@ def shared_settings(shared: Shared, routed: Routed) -> str | None:
     return f"the shared expert has activation and clamp {mine}, the routed ones {theirs}: they would have to be equal"
 
 
-def router_layer(router: Router) -> Linear | None:
-    """The router's linear layer, where the op can take it in: float weights, logits in float32."""
+def router_layer(reader: Reader, router: Router) -> Linear | None:
+    """The router's linear layer, where the op can take it in: float weights, logits in float32 all the way."""
     layer = router.linear
-    if layer is None or layer.seen.quantized or layer.y.dtype in HALF or len(layer.seen.parts) != 1:
+    if layer is None or layer.seen.quantized or len(layer.seen.parts) != 1:
         return None
-    return layer
-
-
-def limits_are_numbers(config: MoeConfig) -> bool:
-    return not (math.isnan(config.gate_limit) or math.isnan(config.up_limit))
+    return None if any(v.dtype in HALF for v in reader.trail(router.logits)) else layer

@@ -45,8 +45,9 @@ class Drawn(Mapping[ir.Value, np.ndarray]):
             self._put(candidate.slabs["router"][0][0], made.weight)
 
     def _sizes(self, slab: Slab) -> None:
-        depth = slab.seen.shape[slab.into]
+        axis = slab.seen.axes[slab.into]
         for part in slab.seen.parts:
+            depth = 1 if axis is None else self.shape(part.source)[axis]
             self._scale.setdefault(part.source, depth**-0.5)
             if part.quantized is not None:
                 span = {ir.DataType.INT4: 4.0, ir.DataType.UINT4: 4.0}.get(part.source.dtype, 64.0)  # type: ignore[arg-type]

@@ -109,32 +109,53 @@ def read_loop(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     experts: dict[int, Mlp] = {}
     weightings: set[Weighting] = set()
     inputs: list[ir.Value] = []
-    current = r.moved(value)
     beside: list[ir.Value] = []
-    while current is not None and (node := r.node(current, "ScatterND", "ScatterElements")) is not None:
-        data, index, updates = node.inputs
-        columns = _columns(r, router, index) if node.op_type == "ScatterND" else _row_index(r, router, node)
-        if columns is None or len(columns) != 1 or data is None:
+    stack: list[ir.Value | None] = [value]
+    while stack:
+        current = r.moved(stack.pop())
+        if current is None:
             return None
-        places, which = columns[0]
-        if places.rank == 2 and which != _token_axis(r, router, places):
+        node = r.node(current, "ScatterND", "ScatterElements", "Add", "Sum")
+        if node is None:
+            if not r.is_filled(current, 0.0):
+                beside.append(current)
+            continue
+        if node.op_type in ("Add", "Sum"):
+            stack.extend(node.inputs)
+            continue
+        step = r.attempt(_step, router, current)
+        if step is None or step[0] in experts:
             return None
-        updates = _added(r, router, node, data, places)
-        read = None if updates is None else r.attempt(_update, router, updates, places)
-        if read is None or places.expert in experts:
-            return None
-        experts[places.expert], weighting = read[0], read[1]
+        number, mlp, weighting, rows, before = step
+        experts[number] = mlp
         weightings.add(weighting)
-        inputs += read[2]
-        current = r.moved(data)
-    if sorted(experts) != list(range(router.experts)) or len(weightings) != 1 or current is None:
+        inputs += rows
+        stack.append(before)
+    if sorted(experts) != list(range(router.experts)) or len(weightings) != 1 or len(beside) > 1:
         if experts:
             r.refuse(f"a loop over {len(experts)} experts, where the router has {router.experts}")
         return None
-    if not r.is_filled(current, 0.0):
-        beside.append(current)
     in_order = tuple(experts[i] for i in range(router.experts))
     return Routed("loop", in_order, weightings.pop(), tuple(inputs), tuple(beside))
+
+
+def _step(
+    r: Reader, router: Router, value: ir.Value
+) -> tuple[int, Mlp, Weighting, list[ir.Value], ir.Value | None] | None:
+    """(expert's number, expert, weights, what it reads, what it is added to) of one turn of the loop."""
+    node = r.node(value, "ScatterND", "ScatterElements")
+    if node is None:
+        return None
+    data, index, updates = node.inputs
+    columns = _columns(r, router, index) if node.op_type == "ScatterND" else _row_index(r, router, node)
+    if columns is None or len(columns) != 1 or data is None:
+        return None
+    places, which = columns[0]
+    if places.rank == 2 and which != _token_axis(r, router, places):
+        return None
+    added = _added(r, router, node, data, places)
+    read = None if added is None else r.attempt(_update, router, added, places)
+    return None if read is None else (places.expert, *read, data)
 
 
 def _row_index(r: Reader, router: Router, node: ir.Node) -> list[tuple[Places, int]] | None:
@@ -154,12 +175,20 @@ def _added(r: Reader, router: Router, node: ir.Node, data: ir.Value, places: Pla
     if reduction != "none":
         return None
     # each token stands once in an expert's places, so reading, adding and writing back is adding
+    term = r.attempt(_read_and_added, router, updates, data, places)
+    if term is not None:
+        return term
+    return updates if r.is_filled(data, 0.0) else None
+
+
+def _read_and_added(
+    r: Reader, router: Router, updates: ir.Value | None, data: ir.Value, places: Places
+) -> ir.Value | None:
     add = r.node(r.moved(updates), "Add")
     if add is None:
         return None
     for before, term in (add.inputs, add.inputs[::-1]):
-        taken = r.attempt(_taken, router, before, places)
-        if taken is data:
+        if r.attempt(_taken, router, before, places) is data:
             return term
     return None
 
@@ -209,6 +238,10 @@ def _taken_weights(r: Reader, router: Router, value: ir.Value | None, places: Pl
     node = r.node(r.moved(value), "GatherND", "Gather")
     if node is None:
         return None
+    if node.op_type == "Gather" and attribute_int(node, "axis", 0) == 0:
+        flat = r.attempt(_flat_places, router, node.inputs[1], places)
+        if flat is not None:
+            return read_weighting(r, router, node.inputs[0])
     columns = _columns(r, router, node.inputs[1])
     if columns is None or any(p.expert != places.expert for p, _ in columns):
         return None
@@ -218,6 +251,27 @@ def _taken_weights(r: Reader, router: Router, value: ir.Value | None, places: Pl
     if places.rank == 2 and [c for _, c in columns] != [token, 1 - token]:
         return None
     return read_weighting(r, router, node.inputs[0])
+
+
+def _flat_places(r: Reader, router: Router, value: ir.Value | None, places: Places) -> bool | None:
+    """An index into flat weights: the token times the choices of a token, plus the choice."""
+    add = r.node(r.moved(value), "Add")
+    if add is None or places.rank != 2:
+        return None
+    token = _token_axis(r, router, places)
+    for choice, rows in (add.inputs, add.inputs[::-1]):
+        product = r.node(r.moved(rows), "Mul")
+        if product is None:
+            continue
+        index = next((v for v in product.inputs if v is not None and not r.view.is_const(v)), None)
+        count = next((r.scalar(v) for v in product.inputs if v is not None and r.view.is_const(v)), None)
+        found = [r.attempt(_columns, router, v) for v in (index, choice)]
+        if count != router.top_k or any(f is None or len(f) != 1 for f in found):
+            continue
+        (first, second) = (f[0] for f in found if f is not None)
+        if first[0].expert == second[0].expert == places.expert and (first[1], second[1]) == (token, 1 - token):
+            return True
+    return None
 
 
 # --- a row for each choice ------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from ..graph import FLOAT_TYPES, GraphView, attribute_float, is_op
+from ..graph import FLOAT_TYPES, INTEGER_TYPES, GraphView, attribute_float, is_op
 
 R = TypeVar("R")
 
 #: Steps that move elements, copy them or change their type.
-MOVES = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze")
+MOVES = ("Cast", "CastLike", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze")
+#: Steps that do nothing to a single operand.
+_OF_ONE = ("Concat", "Max", "Mean", "Min", "Sum")
 
 
 class Marks:
@@ -39,6 +41,16 @@ class Marks:
 
     def all(self) -> frozenset[ir.Node]:
         return frozenset(self._nodes)
+
+    def narrowing(self) -> ir.Node | None:
+        """A cast among them from a wider float type to one of 16 bits."""
+        half = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+        for node in self._nodes:
+            if is_op(node, "Cast", "CastLike") and node.outputs[0].dtype in half:
+                source = node.inputs[0]
+                if source is not None and source.dtype in FLOAT_TYPES and source.dtype not in half:
+                    return node
+        return None
 
 
 class Reader:
@@ -74,30 +86,35 @@ class Reader:
         self.marks.add(producer)
         return producer
 
-    def moved(self, value: ir.Value | None, *more: str) -> ir.Value | None:
+    def moved(self, value: ir.Value | None) -> ir.Value | None:
         """The value before data-moving steps. A cast to another kind of number is none."""
         while value is not None:
-            producer = value.producer()
-            if producer is None or self.view.is_const(value) or not is_op(producer, *MOVES, *more):
+            step = self._step(value)
+            if step is None:
                 return value
-            source = producer.inputs[0]
-            if producer.op_type == "Cast" and source is not None and _kind(source) != _kind(value):
-                return value
-            self.marks.add(producer)
-            value = source
+            self.marks.add(step)
+            value = step.inputs[0]
         return None
+
+    def _step(self, value: ir.Value) -> ir.Node | None:
+        """The node that moved a value here."""
+        producer = value.producer()
+        if producer is None or self.view.is_const(value):
+            return None
+        if not is_op(producer, *MOVES) and not (is_op(producer, *_OF_ONE) and len(producer.inputs) == 1):
+            return None
+        source = producer.inputs[0]
+        if source is None or (producer.op_type in ("Cast", "CastLike") and not _same_kind(source, value)):
+            return None
+        return producer
 
     def trail(self, value: ir.Value) -> list[ir.Value]:
         """The value and those that it was moved from, latest first; marks nothing."""
         found = [value]
-        while True:
-            producer = found[-1].producer()
-            if producer is None or self.view.is_const(found[-1]) or not is_op(producer, *MOVES):
-                return found
-            source = producer.inputs[0]
-            if source is None or (producer.op_type == "Cast" and _kind(source) != _kind(found[-1])):
-                return found
-            found.append(source)
+        while (step := self._step(found[-1])) is not None:
+            assert step.inputs[0] is not None
+            found.append(step.inputs[0])
+        return found
 
     def factors(self, value: ir.Value | None) -> list[ir.Value]:
         """The factors of a product of products."""
@@ -127,7 +144,7 @@ class Reader:
         if array is not None:
             flat = array.reshape(-1)
             return float(flat[0]) if flat.size and bool(np.all(flat == flat[0])) else None
-        producer = self.node(value, "ConstantOfShape", "Expand", "Cast", "Identity", "Reshape", "Unsqueeze", "Tile")
+        producer = self.node(value, "ConstantOfShape", "Expand", "Cast", "CastLike", "Identity", "Reshape", "Unsqueeze", "Tile")
         if producer is None:
             return None
         if producer.op_type == "ConstantOfShape":
@@ -181,10 +198,12 @@ class Reader:
         return value, low, high
 
 
-def _kind(value: ir.Value) -> str:
-    if value.dtype is None or value.dtype in FLOAT_TYPES:
-        return "float"
-    return "bool" if value.dtype == ir.DataType.BOOL else "int"
+def _same_kind(source: ir.Value, value: ir.Value) -> bool:
+    """Does a cast lead from floats to floats, or between integers that hold any expert's number?"""
+    if source.dtype == value.dtype:
+        return True
+    kinds = {None if v.dtype is None or v.dtype in FLOAT_TYPES else v.dtype for v in (source, value)}
+    return kinds == {None} or kinds <= INTEGER_TYPES
 
 
 def last_dim(value: ir.Value | None) -> int | None:

@@ -39,6 +39,9 @@ _SHAPES = frozenset(
     "Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split()
 )
 
+#: Ops whose result's shape hangs on values.
+_SIZED_BY_VALUES = ("Compress", "If", "Loop", "NonZero", "Range", "Scan", "Unique")
+
 
 def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
     """Candidates at a router, the most complete first, or why there is none."""
@@ -77,8 +80,10 @@ def _candidates(
         made = _candidate(view, site, reader, router, routed, end)
         if isinstance(made, Refusal):
             first = first or made
-        else:
-            found.append(made)
+            continue
+        if first is not None and end.shared is None and first.code == "shared":
+            made.not_absorbed.append(first)
+        found.append(made)
     if not found:
         return first or Refusal("experts", "the block has no end", site.name)
     return iter(found)
@@ -104,7 +109,7 @@ def _candidate(
     if isinstance(sizes, Refusal):
         return sizes
     hidden, inter = sizes
-    layer = router_layer(router)
+    layer = router_layer(reader, router)
     inputs = list(dict.fromkeys(routed.inputs))
     if shared is not None:
         inputs += [shared.mlp.gate.linear.x, *([shared.mlp.up.linear.x] if shared.mlp.up else [])]
@@ -234,7 +239,7 @@ def _short(number: float) -> float:
 
 
 def _common(reader: Reader, inputs: list[ir.Value], hidden: int, y: ir.Value) -> ir.Value | None:
-    """The latest value that all inputs are moved from; one of the result's own shape and type is best."""
+    """The earliest value that all inputs are moved from; one of the result's own rank and type is best."""
     trails = [reader.trail(v) for v in dict.fromkeys(inputs)]
     shared = [v for v in trails[0] if all(v in t for t in trails)]
     shared = [v for v in shared if (d := static_dims(v)) is not None and len(d) in (2, 3) and d[-1] == hidden]
@@ -245,7 +250,7 @@ def _common(reader: Reader, inputs: list[ir.Value], hidden: int, y: ir.Value) ->
         rank = len(value.shape or ()) == len(y.shape or ())
         return rank, value.dtype == y.dtype, value.dtype not in HALF
 
-    best = max(shared, key=fitness)
+    best = max(reversed(shared), key=fitness)
     for trail in trails:
         for value in trail[: trail.index(best)]:
             producer = value.producer()
@@ -288,10 +293,25 @@ def _unknown(view: GraphView, reader: Reader, region: Region, borders: list[ir.V
     for value in region.borders:
         if value not in borders:
             return f"it reads {value.name!r}, which is no operand of the op"
+    needed = _needed(view, region)
     for node in region.nodes:
         if node in reader.marks or node in shapes or all(view.is_const(v) for v in node.outputs):
+            continue
+        if node not in needed and not is_op(node, *_SIZED_BY_VALUES):
             continue
         return f"{node.op_type} {node.name!r} is no step of experts that is known"
     return None
 
 
+def _needed(view: GraphView, region: Region) -> set[ir.Node]:
+    """The nodes of whose results more than the shape is read."""
+    found: set[ir.Node] = set()
+    stack = list(region.outputs)
+    while stack:
+        producer = stack.pop().producer()
+        if producer is None or producer in found or producer not in region:
+            continue
+        found.add(producer)
+        if not is_op(producer, "Shape", "Size"):
+            stack.extend(view.inputs_of(producer))
+    return found

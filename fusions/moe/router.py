@@ -35,8 +35,8 @@ class Router:
     Attributes:
         ids, values: results of the `TopK`.
         scores: unbiased scores, before any mask.
-        masked: the scores with those of other groups at 0 where no bias is added, else None.
         logits: the scores' input; ``linear`` the layer that gives it, None where it is no linear layer with weights.
+        narrowing: a cast to 16 bits between scores and choice.
     """
 
     topk: ir.Node
@@ -51,7 +51,7 @@ class Router:
     groups: Groups | None
     logits: ir.Value
     linear: Linear | None
-    largest_first: bool
+    narrowing: ir.Node | None
 
     @property
     def values_are_scores(self) -> bool:
@@ -93,6 +93,7 @@ def read_router(r: Reader, topk: ir.Node) -> Router | None:
     logits = producer.inputs[0]
     if logits is None:
         return None
+    narrowing = r.marks.narrowing()
     linear = r.attempt(_logits, logits, experts)
     ids, values = topk.outputs[1], topk.outputs[0]
     return Router(
@@ -108,7 +109,7 @@ def read_router(r: Reader, topk: ir.Node) -> Router | None:
         groups,
         logits,
         linear,
-        attribute_int(topk, "sorted", 1) == 1,
+        narrowing,
     )
 
 
@@ -118,6 +119,8 @@ def narrow_scores(router: Router) -> str | None:
     for what, value in (("scores", router.scores), ("choices", router.choice)):
         if value.dtype in half:
             return f"the {what} {value.name!r} are {str(value.dtype).lower()}"
+    if router.narrowing is not None:
+        return f"{router.narrowing.name!r} rounds scores or choices to 16 bits"
     return None
 
 

@@ -86,5 +86,6 @@ def read_ends(r: Reader, value: ir.Value) -> list[End]:
             if shared is not None:
                 found.insert(0, End(y, last.scale, shared))
                 continue
+            r.refuse(f"what {node.name!r} adds to the routed experts is no shared expert")
         r.marks.back(level)
         return found

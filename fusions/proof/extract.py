@@ -27,6 +27,17 @@ class Cut:
     tensors: list[onnx.TensorProto]
     shapes: dict[ir.Value, list[int]]
 
+    def reads(self, constant: ir.Value) -> bool:
+        """Do the nodes read a constant of the region as it stands? One of that name here takes its place."""
+        if constant.name in self._own:
+            return False
+        return self._nested or constant.name in self._read
+
+    def __post_init__(self) -> None:
+        self._own = {t.name for t in self.tensors}
+        self._read = {name for node in self.nodes for name in node.input}
+        self._nested = any(a.HasField("g") for node in self.nodes for a in node.attribute)
+
 
 class Extract:
     """The nodes between ``inputs`` and ``outputs``, shape computations included.
@@ -112,7 +123,8 @@ class Extract:
         ]
         for value in self.shape_inputs:
             graph_inputs.append(helper.make_tensor_value_info(_name(value), _element(value, kind), _shape(value)))
-        initializers = [self._initializer(v, arrays.get(v), widen) for v in self.constants]
+        constants = [v for v in self.constants if cut is None or cut.reads(v)]
+        initializers = [self._initializer(v, arrays.get(v), widen) for v in constants]
         if cut is None:
             nodes = [ir.to_proto(n) for n in self.nodes]
         else:

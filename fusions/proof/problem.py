@@ -140,8 +140,9 @@ def memory_need(extract: Extract, candidate: Candidate) -> int:
         for value in node.outputs:
             if value.shape is not None and value.shape.is_static():
                 largest = max(largest, 4 * int(np.prod(value.shape.numpy() or (1,))))
+    weights = sum(4 * v.const_value.size for v in extract.constants if v.const_value is not None)
     # float32 working copies of the largest tensor: operands and result of one node, and what later nodes wait for
-    return 6 * largest
+    return 6 * largest + weights
 
 
 def first_line(error: Exception) -> str:

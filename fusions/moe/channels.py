@@ -1,0 +1,492 @@
+"""Channels followed through the nodes of a block, which are written anew with some of the channels only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import helper, numpy_helper
+
+from ..graph import GraphView, attribute_int, attribute_ints, attribute_string, is_op, rank_of, static_dims
+from ..proof.heads import ELEMENTWISE
+from ..proof.spread import HeadsMix
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The indices of an axis that stay, of how many."""
+
+    indices: tuple[int, ...]
+    size: int
+
+
+#: For a value: which of its axes are cut, and to what.
+Kinds = dict[int, Kept]
+
+_POINTWISE = ELEMENTWISE | {"CastLike", "Gelu", "IsInf", "Reciprocal", "Swish", "Sum", "Mean"}
+
+
+class Channels:
+    """Writes the nodes anew.
+
+    Args:
+        view: the graph.
+        given: cuts of the region's inputs and of the constants behind the op's parameters.
+        constants: the cut arrays of those constants.
+    """
+
+    def __init__(
+        self, view: GraphView, given: dict[ir.Value, Kinds], constants: Callable[[ir.Value], np.ndarray]
+    ) -> None:
+        self.view = view
+        self.kinds: dict[ir.Value, Kinds] = dict(given)
+        self.protos: list[onnx.NodeProto] = []
+        self.tensors: dict[str, onnx.TensorProto] = {}
+        self._counted: dict[ir.Value, list[Kept | None]] = {}
+        for value in given:
+            if value.const_value is not None:
+                array = np.ascontiguousarray(constants(value))
+                self.tensors[value.name or ""] = numpy_helper.from_array(array, value.name or "")
+
+    def run(self, nodes: Iterable[ir.Node]) -> None:
+        """Follow the channels through all nodes.
+
+        Raises:
+            HeadsMix: a node that has no rule for channels, or does not treat them alike.
+        """
+        for node in nodes:
+            if not self._shape_step(node):
+                cut = [v for v in node.inputs if v is not None and self.kinds.get(v)]
+                if cut:
+                    self._rule(node)
+                else:
+                    self.protos.append(ir.to_proto(node))
+
+    # --- what is written --------------------------------------------------------------------------------------------
+
+    def _tensor(self, array: np.ndarray) -> str:
+        name = f"cut__{len(self.tensors)}"
+        self.tensors[name] = numpy_helper.from_array(np.ascontiguousarray(array), name)
+        return name
+
+    def _ints(self, numbers: Iterable[int]) -> str:
+        return self._tensor(np.array(list(numbers), np.int64))
+
+    def _write(self, node: ir.Node, inputs: dict[int, str] | None = None, drop: tuple[str, ...] = ()) -> None:
+        proto = ir.to_proto(node)
+        for place, name in (inputs or {}).items():
+            while len(proto.input) <= place:
+                proto.input.append("")
+            proto.input[place] = name
+        kept = [a for a in proto.attribute if a.name not in drop]
+        del proto.attribute[:]
+        proto.attribute.extend(kept)
+        self.protos.append(proto)
+
+    def _want(self, value: ir.Value, axis: int, kept: Kept) -> str:
+        """The value's name, cut along an axis as others are: it has one entry there, is cut so, or is cut now."""
+        own = self.kinds.get(value, {})
+        dims = static_dims(value)
+        if dims is None or axis < 0:
+            raise HeadsMix(f"the shape of {value.name!r} is not known")
+        if own.get(axis) == kept or (dims[axis] == 1 and axis not in own):
+            return value.name or ""
+        if axis in own or dims[axis] != kept.size:
+            raise HeadsMix(f"{value.name!r} has other channels than what it meets")
+        name = f"{value.name}__cut{len(self.protos)}"
+        self.protos.append(helper.make_node("Gather", [value.name or "", self._ints(kept.indices)], [name], axis=axis))
+        if own:
+            raise HeadsMix(f"{value.name!r} is cut along two axes at once")
+        return name
+
+    # --- shapes -----------------------------------------------------------------------------------------------------
+
+    def _shape_step(self, node: ir.Node) -> bool:
+        """`Shape` of a cut value counts the channels that are left, and so does what is made from it."""
+        source = node.inputs[0] if node.inputs else None
+        if is_op(node, "Shape") and source is not None:
+            kinds, rank = self.kinds.get(source, {}), rank_of(source)
+            if kinds and rank is not None:
+                line: list[Kept | None] = [kinds.get(i) for i in range(rank)]
+                start, end = attribute_int(node, "start", 0), attribute_int(node, "end", rank)
+                self._counted[node.outputs[0]] = line[start:end]
+            self._write(node)
+            return True
+        read = [v for v in node.inputs if v is not None and any(self._counted.get(v, ()))]
+        if not read:
+            return False
+        if is_op(node, "Expand", "ConstantOfShape") and read == [node.inputs[-1]]:
+            if is_op(node, "Expand") and source is not None and self.kinds.get(source):
+                raise HeadsMix("an expansion of channels to a computed shape")
+            line = self._counted[read[0]]
+            self.kinds[node.outputs[0]] = {i: k for i, k in enumerate(line) if k is not None}
+            self._write(node)
+            return True
+        if is_op(node, "Cast", "Identity"):
+            self._counted[node.outputs[0]] = self._counted[read[0]]
+            self._write(node)
+            return True
+        if is_op(node, "Gather", "Slice") and all(v is None or self.view.is_const(v) for v in node.inputs[1:]):
+            line, picked = self._counted[read[0]], None
+            if node.op_type == "Gather":
+                index = self.view.array(node.inputs[1])
+                picked = None if index is None else [line[int(i)] for i in index.reshape(-1)]
+            else:
+                start, end = (self.view.ints(v) for v in node.inputs[1:3])
+                picked = line[start[0] : end[0]] if start and end else None
+            if picked is not None:
+                if any(picked):
+                    self._counted[node.outputs[0]] = picked
+                self._write(node)
+                return True
+        raise HeadsMix(f"{node.op_type} {node.name!r} computes a shape with channels")
+
+    # --- rules ------------------------------------------------------------------------------------------------------
+
+    def _rule(self, node: ir.Node) -> None:
+        kind = node.op_type
+        rule = getattr(self, f"_{kind.lower()}", None)
+        if kind in _POINTWISE:
+            self._pointwise(node)
+        elif kind == "DequantizeLinear":
+            self._copy_of(node, 0)
+        elif rule is not None and kind in _RULES:
+            rule(node)
+        else:
+            raise HeadsMix(f"there is no rule for {kind} {node.name!r}")
+
+    def _copy_of(self, node: ir.Node, place: int) -> None:
+        source = node.inputs[place]
+        assert source is not None
+        self.kinds[node.outputs[0]] = dict(self.kinds.get(source, {}))
+        self._write(node)
+
+    def _pointwise(self, node: ir.Node) -> None:
+        ranks = {v: rank_of(v) for v in node.inputs if v is not None}
+        if None in ranks.values():
+            raise HeadsMix(f"the rank of an operand of {node.name!r} is not known")
+        top = max(r for r in ranks.values() if r is not None)
+        whole: Kinds = {}
+        for value, rank in ranks.items():
+            for axis, kept in self.kinds.get(value, {}).items():
+                at = axis + top - (rank or 0)
+                if whole.setdefault(at, kept) != kept:
+                    raise HeadsMix(f"{node.op_type} {node.name!r} mixes channels")
+        names: dict[int, str] = {}
+        for i, operand in enumerate(node.inputs):
+            if operand is None:
+                continue
+            for axis, kept in whole.items():
+                at = axis - top + (ranks[operand] or 0)
+                if at >= 0:
+                    names[i] = self._want(operand, at, kept)
+        self.kinds[node.outputs[0]] = whole
+        self._write(node, names)
+
+    def _matmul(self, node: ir.Node) -> None:
+        left, right = node.inputs
+        assert left is not None
+        assert right is not None
+        a, b = rank_of(left), rank_of(right)
+        if a is None or b is None or a < 2 or b < 2:
+            raise HeadsMix(f"the rank of an operand of {node.name!r} is not known")
+        mine, theirs = self.kinds.get(left, {}), self.kinds.get(right, {})
+        names = {}
+        contracted = mine.get(a - 1) or theirs.get(b - 2)
+        if contracted is not None:
+            names = {0: self._want(left, a - 1, contracted), 1: self._want(right, b - 2, contracted)}
+        top, out = max(a, b), {}
+        for kinds, rank, place in ((mine, a, a - 1), (theirs, b, b - 2)):
+            for axis, kept in kinds.items():
+                if axis == place:
+                    continue
+                if axis < rank - 2:
+                    raise HeadsMix(f"{node.name!r} has channels along a batch axis")
+                out[axis + top - rank] = kept
+        self.kinds[node.outputs[0]] = out
+        self._write(node, names)
+
+    def _gemm(self, node: ir.Node) -> None:
+        left, right = node.inputs[:2]
+        assert left is not None
+        assert right is not None
+        turned = attribute_int(node, "transB", 0)
+        if attribute_int(node, "transA", 0):
+            raise HeadsMix(f"{node.name!r} is transposed")
+        into, out = (1, 0) if turned else (0, 1)
+        names, found = {}, {}
+        contracted = self.kinds.get(left, {}).get(1) or self.kinds.get(right, {}).get(into)
+        if contracted is not None:
+            names = {0: self._want(left, 1, contracted), 1: self._want(right, into, contracted)}
+        if 0 in self.kinds.get(left, {}):
+            raise HeadsMix(f"{node.name!r} has channels along its rows")
+        kept = self.kinds.get(right, {}).get(out)
+        if kept is not None:
+            found[1] = kept
+            bias = node.inputs[2] if len(node.inputs) > 2 else None
+            if bias is not None:
+                names[2] = self._want(bias, (rank_of(bias) or 0) - 1, kept)
+        self.kinds[node.outputs[0]] = found
+        self._write(node, names)
+
+    def _einsum(self, node: ir.Node) -> None:
+        left, _, result = attribute_string(node, "equation", "").replace(" ", "").partition("->")
+        letters: dict[str, Kept] = {}
+        terms = left.split(",")
+        if "." in left or not result:
+            raise HeadsMix(f"{node.name!r} has an equation without letters")
+        for value, term in zip(node.inputs, terms, strict=True):
+            for axis, kept in self.kinds.get(value, {}).items():  # type: ignore[arg-type]
+                if letters.setdefault(term[axis], kept) != kept:
+                    raise HeadsMix(f"{node.name!r} mixes channels")
+        names = {}
+        for i, (value, term) in enumerate(zip(node.inputs, terms, strict=True)):
+            for axis, letter in enumerate(term):
+                if letter in letters and value is not None:
+                    names[i] = self._want(value, axis, letters[letter])
+        self.kinds[node.outputs[0]] = {i: letters[c] for i, c in enumerate(result) if c in letters}
+        self._write(node, names)
+
+    def _transpose(self, node: ir.Node) -> None:
+        source = node.inputs[0]
+        assert source is not None
+        order = attribute_ints(node, "perm") or list(range(rank_of(source) or 0))[::-1]
+        kinds = self.kinds[source]
+        self.kinds[node.outputs[0]] = {i: kinds[a] for i, a in enumerate(order) if a in kinds}
+        self._write(node)
+
+    def _axes(self, node: ir.Node) -> list[int] | None:
+        return attribute_ints(node, "axes") or (self.view.ints(node.inputs[1]) if len(node.inputs) > 1 else None)
+
+    def _unsqueeze(self, node: ir.Node) -> None:
+        source, axes = node.inputs[0], self._axes(node)
+        rank = None if source is None else rank_of(source)
+        if source is None or axes is None or rank is None:
+            raise HeadsMix(f"{node.name!r} has computed axes")
+        where = {a % (rank + len(axes)) for a in axes}
+        places = [i for i in range(rank + len(axes)) if i not in where]
+        self.kinds[node.outputs[0]] = {places[a]: k for a, k in self.kinds[source].items()}
+        self._write(node)
+
+    def _squeeze(self, node: ir.Node) -> None:
+        source, axes = node.inputs[0], self._axes(node)
+        rank = None if source is None else rank_of(source)
+        if source is None or axes is None or rank is None:
+            raise HeadsMix(f"{node.name!r} has computed axes")
+        where = {a % rank for a in axes}
+        places = [i for i in range(rank) if i not in where]
+        self.kinds[node.outputs[0]] = {places.index(a): k for a, k in self.kinds[source].items()}
+        self._write(node)
+
+    def _reshape(self, node: ir.Node) -> None:
+        source, result = node.inputs[0], node.outputs[0]
+        assert source is not None
+        before, after = static_dims(source), static_dims(result)
+        kinds = self.kinds[source]
+        if before is None or after is None or len(kinds) > 1:
+            raise HeadsMix(f"the shapes of {node.name!r} are not known")
+        axis, kept = next(iter(kinds.items()))
+        if None in before[axis + 1 :]:
+            raise HeadsMix(f"the shapes of {node.name!r} are not known")
+        inner = math.prod(d or 0 for d in before[axis + 1 :])
+        at, size, tail = len(after), 1, kept.size * inner
+        while at > 0 and size < tail:
+            at -= 1
+            if after[at] is None:
+                raise HeadsMix(f"the shapes of {node.name!r} are not known")
+            size *= after[at] or 0
+        if size != tail:
+            raise HeadsMix(f"{node.name!r} mixes channels with other axes")
+        stays = np.zeros(kept.size, bool)
+        stays[list(kept.indices)] = True
+        mask = np.repeat(stays, inner).reshape([d or 0 for d in after[at:]])
+        varying = [i for i in range(mask.ndim) if np.any(np.take(mask, [0], i) != mask)]
+        if len(varying) > 1:
+            raise HeadsMix(f"{node.name!r} spreads channels over two axes")
+        target: list[int | None] = list(after)
+        found: Kinds = {}
+        if varying:
+            line = np.moveaxis(mask, varying[0], 0).reshape(mask.shape[varying[0]], -1)[:, 0]
+            indices = tuple(int(i) for i in np.flatnonzero(line))
+            found = {at + varying[0]: Kept(indices, len(line))}
+            target[at + varying[0]] = len(indices)
+        if sum(d is None for d in target) > 1:
+            raise HeadsMix(f"the result of {node.name!r} has two unknown axes")
+        self.kinds[result] = found
+        self._write(node, {1: self._ints(-1 if d is None else d for d in target)}, drop=("allowzero",))
+
+    def _expand(self, node: ir.Node) -> None:
+        source = node.inputs[0]
+        assert source is not None
+        shape, rank = self.view.ints(node.inputs[1]), rank_of(source)
+        if shape is None or rank is None:
+            raise HeadsMix(f"{node.name!r} expands to a computed shape")
+        shift = len(shape) - rank
+        found = {a + shift: k for a, k in self.kinds[source].items()}
+        self.kinds[node.outputs[0]] = found
+        self._write(node, {1: self._ints(1 if i in found else d for i, d in enumerate(shape))})
+
+    def _split(self, node: ir.Node) -> None:
+        source = node.inputs[0]
+        assert source is not None
+        axis = attribute_int(node, "axis", 0) % (rank_of(source) or 1)
+        kinds = self.kinds[source]
+        sizes = self.view.ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+        rest = {a: k for a, k in kinds.items() if a != axis}
+        if axis not in kinds:
+            for value in node.outputs:
+                self.kinds[value] = dict(rest)
+            self._write(node)
+            return
+        kept, count = kinds[axis], len(node.outputs)
+        if sizes is None:
+            each = -(-kept.size // count)
+            sizes = [each] * (count - 1) + [kept.size - each * (count - 1)]
+        start, lengths = 0, []
+        for value, size in zip(node.outputs, sizes, strict=True):
+            inside = tuple(i - start for i in kept.indices if start <= i < start + size)
+            self.kinds[value] = {**rest, axis: Kept(inside, size)}
+            lengths.append(len(inside))
+            start += size
+        self._write(node, {1: self._ints(lengths)}, drop=("num_outputs", "split"))
+
+    def _slice(self, node: ir.Node) -> None:
+        from .stored import slice_of
+
+        source = node.inputs[0]
+        assert source is not None
+        dims = static_dims(source)
+        if dims is None:
+            raise HeadsMix(f"the shape of {node.name!r} is not known")
+        found = slice_of(self.view, node, tuple(-1 if d is None else d for d in dims))
+        kinds = self.kinds[source]
+        if found is None:
+            raise HeadsMix(f"{node.name!r} cuts along computed positions")
+        axis, indices = found
+        if axis not in kinds:
+            self.kinds[node.outputs[0]] = dict(kinds)
+            self._write(node)
+            return
+        self._pick(node, source, axis, indices)
+
+    def _pick(self, node: ir.Node, source: ir.Value, axis: int, indices: list[int]) -> None:
+        """Indices of the channels' axis: those that stay, by their new numbers."""
+        kinds = self.kinds[source]
+        place = {index: i for i, index in enumerate(kinds[axis].indices)}
+        left = [i for i, index in enumerate(indices) if index in place]
+        rest = {a: k for a, k in kinds.items() if a != axis}
+        self.kinds[node.outputs[0]] = {**rest, axis: Kept(tuple(left), len(indices))}
+        numbers = self._ints(place[indices[i]] for i in left)
+        names = [source.name or "", numbers]
+        self.protos.append(helper.make_node("Gather", names, [node.outputs[0].name or ""], axis=axis))
+
+    def _gather(self, node: ir.Node) -> None:
+        data, index = node.inputs
+        assert data is not None
+        assert index is not None
+        rank, width = rank_of(data), rank_of(index)
+        if rank is None or width is None or self.kinds.get(index):
+            raise HeadsMix(f"the rank of an operand of {node.name!r} is not known")
+        axis, kinds = attribute_int(node, "axis", 0) % rank, self.kinds[data]
+        if axis in kinds:
+            numbers = self.view.array(index)
+            if numbers is None or numbers.ndim != 1:
+                raise HeadsMix(f"{node.name!r} picks single channels")
+            self._pick(node, data, axis, [int(i) % kinds[axis].size for i in numbers])
+            return
+        self.kinds[node.outputs[0]] = {a if a < axis else a + width - 1: k for a, k in kinds.items()}
+        self._write(node)
+
+    def _gathernd(self, node: ir.Node) -> None:
+        data, index = node.inputs
+        assert data is not None
+        self.kinds[node.outputs[0]] = self._after_index(node, data, index)
+        self._write(node)
+
+    def _after_index(self, node: ir.Node, data: ir.Value, index: ir.Value | None) -> Kinds:
+        """Where the channels of indexed data are in what is read or written there."""
+        dims = None if index is None else static_dims(index)
+        if dims is None or dims[-1] is None or attribute_int(node, "batch_dims", 0):
+            raise HeadsMix(f"the shape of the index of {node.name!r} is not known")
+        deep = dims[-1]
+        kinds = self.kinds.get(data, {})
+        if any(a < deep for a in kinds):
+            raise HeadsMix(f"{node.name!r} picks single channels")
+        return {a - deep + len(dims) - 1: k for a, k in kinds.items()}
+
+    def _scatternd(self, node: ir.Node) -> None:
+        data, index, updates = node.inputs
+        assert data is not None
+        assert updates is not None
+        dims = None if index is None else static_dims(index)
+        rank = rank_of(data)
+        if dims is None or dims[-1] is None or rank is None:
+            raise HeadsMix(f"the shape of the index of {node.name!r} is not known")
+        shift = len(dims) - 1 - dims[-1]
+        kinds = {**self.kinds.get(data, {}), **{a - shift: k for a, k in self.kinds.get(updates, {}).items()}}
+        if any(a < dims[-1] for a in kinds) or len(kinds) > 1:
+            raise HeadsMix(f"{node.name!r} picks single channels")
+        names = {}
+        for axis, kept in kinds.items():
+            names = {0: self._want(data, axis, kept), 2: self._want(updates, axis + shift, kept)}
+        self.kinds[node.outputs[0]] = kinds
+        self._write(node, names)
+
+    def _scatterelements(self, node: ir.Node) -> None:
+        data, index, updates = node.inputs
+        assert data is not None
+        rank = rank_of(data) or 0
+        axis = attribute_int(node, "axis", 0) % max(rank, 1)
+        kinds: Kinds = {}
+        for value in node.inputs:
+            kinds |= self.kinds.get(value, {})  # type: ignore[arg-type]
+        if axis in kinds or len(kinds) > 1:
+            raise HeadsMix(f"{node.name!r} picks single channels")
+        names = {}
+        for place, value in enumerate((data, index, updates)):
+            for at, kept in kinds.items():
+                assert value is not None
+                names[place] = self._want(value, at, kept)
+        self.kinds[node.outputs[0]] = kinds
+        self._write(node, names)
+
+    def _concat(self, node: ir.Node) -> None:
+        rank = rank_of(node.inputs[0]) if node.inputs[0] is not None else None
+        if rank is None:
+            raise HeadsMix(f"the rank of an operand of {node.name!r} is not known")
+        axis = attribute_int(node, "axis", 0) % rank
+        kinds: Kinds = {}
+        for value in node.inputs:
+            for at, kept in self.kinds.get(value, {}).items():  # type: ignore[arg-type]
+                if at == axis or kinds.setdefault(at, kept) != kept:
+                    raise HeadsMix(f"{node.name!r} joins channels")
+        names = {}
+        for i, value in enumerate(node.inputs):
+            for at, kept in kinds.items():
+                assert value is not None
+                names[i] = self._want(value, at, kept)
+        self.kinds[node.outputs[0]] = kinds
+        self._write(node, names)
+
+    def _reducesum(self, node: ir.Node) -> None:
+        source, axes = node.inputs[0], self._axes(node)
+        rank = None if source is None else rank_of(source)
+        if source is None or axes is None or rank is None:
+            raise HeadsMix(f"{node.name!r} has computed axes")
+        gone = {a % rank for a in axes}
+        kinds = {a: k for a, k in self.kinds[source].items() if a not in gone}
+        if attribute_int(node, "keepdims", 1) == 0:
+            places = [i for i in range(rank) if i not in gone]
+            kinds = {places.index(a): k for a, k in kinds.items()}
+        self.kinds[node.outputs[0]] = kinds
+        self._write(node)
+
+
+_RULES = frozenset(
+    "Concat Einsum Expand Gather GatherND Gemm MatMul ReduceSum Reshape ScatterElements ScatterND Slice Split Squeeze "
+    "Transpose Unsqueeze".split()
+)
