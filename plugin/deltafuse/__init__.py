@@ -10,7 +10,15 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+
+def _version() -> str:
+    try:
+        return str(importlib.import_module("._version", __name__).version)  # written by the build
+    except ModuleNotFoundError:
+        return "0.1.0.dev0+checkout"
+
+
+__version__ = _version()
 
 if TYPE_CHECKING:
     from .api import fuse, inspect
