@@ -25,13 +25,25 @@ DELTAFUSE_INLINE Vec Larger(Vec a, Vec b) { return a > b ? a : b; }
 DELTAFUSE_INLINE Vec Smaller(Vec a, Vec b) { return a < b ? a : b; }
 DELTAFUSE_INLINE Vec Abs(Vec a) { return AsFloat(AsBits(a) & SplatU(0x7fffffffu)); }
 
+// The upper half onto the lower one, until one is left.
 DELTAFUSE_INLINE float Sum(Vec v) {
-  float lanes[kLanes];
-  __builtin_memcpy(lanes, &v, sizeof(v));
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
+  typedef float Four __attribute__((vector_size(16)));
+#if DELTAFUSE_LANES == 16
+  typedef float Eight __attribute__((vector_size(32)));
+  Eight halves[2];
+  __builtin_memcpy(halves, &v, sizeof(v));
+  const Eight w = halves[0] + halves[1];
+#else
+  const Vec w = v;
+#endif
+#if DELTAFUSE_LANES >= 8
+  Four quarters[2];
+  __builtin_memcpy(quarters, &w, sizeof(w));
+  const Four f = quarters[0] + quarters[1];
+#else
+  const Four f = w;
+#endif
+  return (f[0] + f[2]) + (f[1] + f[3]);
 }
 
 // exp by 2^n * exp(r), |r| <= ln 2 / 2; relative error about 2e-7. Zero below -87.3, where float32 has no normal value.

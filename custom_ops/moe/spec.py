@@ -241,6 +241,9 @@ class MoeConfig:
             kind, cols = self.weights_form(name)[0], inter if name.endswith("down") else self.hidden_size
             if kind in FOUR_BIT and cols % 2:
                 return Refusal("odd-width", f"{name}_weight has rows of {cols}: {kind} needs an even number")
+            size = self.weights_form(name)[1][0]
+            if kind in FOUR_BIT and size > 0 and size % 2:
+                return Refusal("odd-block", f"{name}_weight has blocks of {size}: {kind} needs an even number")
         for prefix in ("", "shared_"):
             kind, (size, rows), zero = self.weights_form(f"{prefix}down")
             if kind in PLAIN_FORMATS and (size or rows != 1 or zero):

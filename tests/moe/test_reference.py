@@ -246,6 +246,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rows-of-int4": ({"block_rows": 2}, "scales of its own for each row"),
     "float8-zero": ({"weight_format": "float8", "has_zero_point": True}, "float8 has none"),
     "odd-width": ({"intermediate_size": 9}, "down_weight has rows of 9: int4 needs an even number"),
+    "odd-block": ({"block_size": 5}, "gate_up_weight has blocks of 5: int4 needs an even number"),
     "no-shared": ({"shared_intermediate_size": -1}, "shared_intermediate_size -1"),
 }
 
