@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <sstream>
 #include <utility>
 
@@ -195,6 +196,21 @@ OrtStatus* SynchronizeCuda(const Api& api, const Device& device, void* stream) {
   DF_RETURN_IF_ERROR(UseCudaDevice(api, device));
   DF_RETURN_IF_CUDA_ERROR(api, cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
   return nullptr;
+}
+
+void* AllocateMappedMemory(size_t bytes) {
+  void* memory = nullptr;
+  if (cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return nullptr;
+  }
+  std::memset(memory, 0, bytes);
+  return memory;
+}
+
+void FreeMappedMemory(void* memory) {
+  // At the process's end the driver may be gone: there is nothing to free then.
+  if (cudaFreeHost(memory) != cudaSuccess) static_cast<void>(cudaGetLastError());
 }
 
 OrtStatus* CreateCudaDataTransfer(const Api& api, OrtDataTransferImpl** transfer) {

@@ -44,6 +44,10 @@ Arena::Backend CudaMemory(int ordinal);
 // The device's memory, of the same kind as the CUDA EP's: ORT puts no copies between the two.
 OrtStatus* CreateCudaMemoryInfo(const Api& api, int ordinal, OrtMemoryInfo** info);
 
+// Host memory that every device can write at the same address, zeroed; null where there is none to be had.
+void* AllocateMappedMemory(size_t bytes);
+void FreeMappedMemory(void* memory);
+
 // Copies between host and NVIDIA device memory.
 OrtStatus* CreateCudaDataTransfer(const Api& api, OrtDataTransferImpl** transfer);
 

@@ -32,6 +32,8 @@ Arena::Backend CudaMemory(int) {
   return {nullptr, [](void*, size_t) -> void* { return nullptr; }, [](void*, void*) {}};
 }
 OrtStatus* CreateCudaMemoryInfo(const Api& api, int, OrtMemoryInfo**) { return NoCuda(api); }
+void* AllocateMappedMemory(size_t) { return nullptr; }
+void FreeMappedMemory(void*) {}
 OrtStatus* CreateCudaDataTransfer(const Api&, OrtDataTransferImpl** transfer) {
   *transfer = nullptr;
   return nullptr;

@@ -7,8 +7,7 @@
 #include "arena_allocator.h"
 #include "build_info.h"
 #include "cuda_backend.h"
-#include "kda_binding.h"
-#include "kda_kernel.h"
+#include "kernels.h"
 #include "profiler.h"
 #include "refusals.h"
 
@@ -56,12 +55,15 @@ Ep::Ep(std::shared_ptr<Session> session, const OrtKernelRegistry* registry, cons
     auto* ep = static_cast<Ep*>(self);
     return Guard(ep->api_, [&] { return ep->session_->Synchronize(); });
   };
-  // The CUDA EP waits for its own stream.
+  // What a device found wrong after the run before this one was over.
+  OrtEp::OnRunStart = [](OrtEp* self, const OrtRunOptions*) noexcept {
+    auto* ep = static_cast<Ep*>(self);
+    return Guard(ep->api_, [&] { return ep->session_->FaultStatus("an earlier run: "); });
+  };
+  // The CUDA EP waits for its own stream, but perhaps later than this.
   OrtEp::OnRunEnd = [](OrtEp* self, const OrtRunOptions*, bool sync_stream) noexcept {
     auto* ep = static_cast<Ep*>(self);
-    return Guard(ep->api_, [&]() -> OrtStatus* {
-      return ep->session_->TakeOwnStreamUsed() && sync_stream ? ep->session_->Synchronize() : nullptr;
-    });
+    return Guard(ep->api_, [&]() -> OrtStatus* { return ep->session_->RunEnded(sync_stream); });
   };
 }
 
@@ -81,25 +83,25 @@ OrtStatus* Ep::ConsiderNode(const OrtNode* node, OrtEpGraphSupportInfo* support)
   const char* op_type = nullptr;
   const char* taken_by = nullptr;
   DF_RETURN_IF_ERROR(api_.ort->Node_GetDomain(node, &domain));
-  if (std::string_view(domain) != kKdaDomain) return nullptr;
+  if (std::string_view(domain) != kDomain) return nullptr;
   DF_RETURN_IF_ERROR(api_.ort->Node_GetEpName(node, &taken_by));
   if (taken_by && *taken_by && std::string_view(taken_by) != kEpName) return nullptr;
   DF_RETURN_IF_ERROR(api_.ort->Node_GetOperatorType(node, &op_type));
 
+  const FusedOp* fused = FindFusedOp(op_type);
   const OrtKernelDef* kernel = nullptr;
   DF_RETURN_IF_ERROR(api_.ep->EpGraphSupportInfo_LookUpKernel(support, node, &kernel));
-  if (!kernel) {
+  if (!kernel || !fused) {
     int version = 0;
     DF_RETURN_IF_ERROR(api_.ort->Node_GetSinceVersion(node, &version));
     const std::string op = std::string(domain) + "::" + op_type + " version " + std::to_string(version);
-    if (std::string_view(op_type) != kKdaOpType)
-      return Refuse(node, "this version of deltafuse has no kernel for " + op);
+    if (!fused) return Refuse(node, "this version of deltafuse has no kernel for " + op);
     return Refuse(node, "the model has " + op + ", deltafuse " + kVersion + " has kernels for version " +
-                            std::to_string(kKdaVersion) +
+                            std::to_string(fused->version) +
                             ": fuse the original model again, or install the deltafuse that fused it");
   }
   std::string reason;
-  DF_RETURN_IF_ERROR(KdaRefusal(api_, device_, node, &reason));
+  DF_RETURN_IF_ERROR(fused->refusal(api_, device_, node, &reason));
   if (!reason.empty()) return Refuse(node, reason);
   return api_.ep->EpGraphSupportInfo_AddSingleNode(support, node);
 }

@@ -1,9 +1,7 @@
 #include "kda_binding.h"
 
 #include <cmath>
-#include <cstdlib>
 #include <initializer_list>
-#include <sstream>
 
 namespace deltafuse::ep {
 namespace {
@@ -14,100 +12,12 @@ constexpr std::array<const char*, kKdaInputs> kInputNames = {
     "dt_bias", "conv_weight", "conv_bias", "conv_state", "initial_state", "norm_weight",
     "gate",    "cu_seqlens"};
 
-template <typename... Parts>
-std::string Text(const Parts&... parts) {
-  std::ostringstream stream;
-  (stream << ... << parts);
-  return stream.str();
-}
-
-const char* TypeName(ONNXTensorElementDataType type) {
-  switch (type) {
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
-      return "float32";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
-      return "float16";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
-      return "bfloat16";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE:
-      return "float64";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
-      return "int32";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64:
-      return "int64";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED:
-      return "an unknown type";
-    default:
-      return "another type";
-  }
-}
-
-bool ToDType(ONNXTensorElementDataType type, kda::DType* dtype) {
-  switch (type) {
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
-      *dtype = kda::DType::kFloat32;
-      return true;
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
-      *dtype = kda::DType::kFloat16;
-      return true;
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
-      *dtype = kda::DType::kBFloat16;
-      return true;
-    default:
-      return false;
-  }
-}
-
-template <typename Enum>
-struct Choice {
-  const char* name;
-  Enum value;
-};
-
-// "" when `text` is one of the choices, else the refusal that lists them.
-template <typename Enum>
-std::string Choose(const char* attribute, const std::string& text, std::initializer_list<Choice<Enum>> choices,
-                   Enum* value) {
-  std::string names;
-  for (const auto& choice : choices) {
-    if (text == choice.name) {
-      *value = choice.value;
-      return "";
-    }
-    names += names.empty() ? choice.name : Text(", ", choice.name);
-  }
-  return Text(attribute, " '", text, "': expected one of ", names);
-}
-
-std::string ShapeText(const Operand& operand) {
-  std::string text = "[";
-  for (int64_t i = 0; i < operand.rank; ++i) {
-    if (i) text += ", ";
-    text += i >= kMaxRank ? "..." : operand.dims[i] == kUnknown ? "?" : std::to_string(operand.dims[i]);
-    if (i >= kMaxRank) break;
-  }
-  return text + "]";
-}
-
-// Checks an operand against the dimensions that it must have; those given as kUnknown may be anything.
-// Dimensions that the operand itself does not know yet pass.
 std::string CheckShape(KdaInput which, const Operand& operand, std::initializer_list<int64_t> expected) {
-  if (operand.rank == kUnknown) return "";
-  bool fits = operand.rank == static_cast<int64_t>(expected.size());
-  size_t axis = 0;
-  for (const int64_t dim : expected) {
-    if (fits && dim != kUnknown && operand.dims[axis] != kUnknown && operand.dims[axis] != dim) fits = false;
-    ++axis;
-  }
-  if (fits) return "";
-  std::string wanted;
-  for (const int64_t dim : expected) wanted += (wanted.empty() ? "" : ", ") + (dim == kUnknown ? "any" : Text(dim));
-  return Text(kInputNames[which], " has shape ", ShapeText(operand), ": expected [", wanted, "]");
+  return CheckShape(kInputNames[which], operand, expected);
 }
 
 std::string CheckType(KdaInput which, const Operand& operand, ONNXTensorElementDataType expected) {
-  if (operand.type == expected) return "";
-  return Text(kInputNames[which], " is ", TypeName(operand.type), ": expected ", TypeName(expected));
+  return CheckType(kInputNames[which], operand, expected);
 }
 
 // Merges what two operands say of one dimension; the first that knows it decides.
@@ -122,14 +32,18 @@ int64_t FirstKnown(const KdaOperands& operands, std::initializer_list<KdaInput> 
 
 }  // namespace
 
-#define DF_REFUSE_IF(condition, ...)         \
-  do {                                       \
-    if (condition) return Text(__VA_ARGS__); \
-  } while (false)
-#define DF_TRY(expression)                                                             \
-  do {                                                                                 \
-    if (std::string df_reason_ = (expression); !df_reason_.empty()) return df_reason_; \
-  } while (false)
+const AttributeTypes& KdaAttributeTypes() {
+  static const AttributeTypes types = {{"num_heads", ORT_OP_ATTR_INT},       {"num_v_heads", ORT_OP_ATTR_INT},
+                                       {"head_dim", ORT_OP_ATTR_INT},        {"head_v_dim", ORT_OP_ATTR_INT},
+                                       {"scale", ORT_OP_ATTR_FLOAT},         {"qk_l2norm", ORT_OP_ATTR_STRING},
+                                       {"l2norm_eps", ORT_OP_ATTR_FLOAT},    {"gate_activation", ORT_OP_ATTR_STRING},
+                                       {"lower_bound", ORT_OP_ATTR_FLOAT},   {"beta_activation", ORT_OP_ATTR_STRING},
+                                       {"beta_scale", ORT_OP_ATTR_FLOAT},    {"conv_activation", ORT_OP_ATTR_STRING},
+                                       {"output_gate", ORT_OP_ATTR_STRING},  {"norm_eps", ORT_OP_ATTR_FLOAT},
+                                       {"state_layout", ORT_OP_ATTR_STRING}, {"conv_state_width", ORT_OP_ATTR_INT},
+                                       {"state_dtype", ORT_OP_ATTR_INT}};
+  return types;
+}
 
 std::string ReadAttributes(const AttributeSource& source, KdaAttributes* a) {
   const std::initializer_list<Choice<int64_t*>> geometry = {{"num_heads", &a->num_heads},

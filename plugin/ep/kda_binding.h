@@ -7,11 +7,11 @@
 #include <string>
 
 #include "../../custom_ops/kda/kda.h"
-#include "ort.h"
+#include "attributes.h"
+#include "operands.h"
 
 namespace deltafuse::ep {
 
-inline constexpr const char* kKdaDomain = "deltafuse";
 inline constexpr const char* kKdaOpType = "KimiDeltaAttention";
 inline constexpr int kKdaVersion = 1;
 
@@ -54,38 +54,12 @@ struct KdaAttributes {
   int64_t conv_state_width = 0;
 };
 
-// Where attributes are read from: a node of the graph, or the information that a kernel is created from.
-class AttributeSource {
- public:
-  virtual ~AttributeSource() = default;
-  // False when there is no such attribute (or it has another type): the value is then left alone.
-  virtual bool Int(const char* name, int64_t* value) const = 0;
-  virtual bool Float(const char* name, float* value) const = 0;
-  virtual bool String(const char* name, std::string* value) const = 0;
-};
-
-inline constexpr int64_t kUnknown = -1;
-inline constexpr int kMaxRank = 4;
-
-struct Operand {
-  bool present = false;
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  int64_t rank = kUnknown;
-  std::array<int64_t, kMaxRank> dims{};  // kUnknown where only known at run time
-
-  // Whether its whole shape is known.
-  bool Known() const {
-    if (rank == kUnknown) return false;
-    for (int64_t i = 0; i < rank && i < kMaxRank; ++i)
-      if (dims[i] == kUnknown) return false;
-    return true;
-  }
-};
-
 struct KdaOperands {
   std::array<Operand, kKdaInputs> inputs;
   std::array<Operand, kKdaOutputs> outputs;  // only presence and type are looked at
 };
+
+const AttributeTypes& KdaAttributeTypes();
 
 // Both return "" or the reason for a refusal, one sentence.
 std::string ReadAttributes(const AttributeSource& source, KdaAttributes* attributes);
@@ -93,16 +67,6 @@ std::string ReadAttributes(const AttributeSource& source, KdaAttributes* attribu
 std::string BindGeometry(const KdaAttributes& attributes, const KdaOperands& operands, kda::Params* params);
 
 // Shapes of the outputs for a bound call: o, present_conv_state, final_state.
-struct Shape {
-  std::array<int64_t, kMaxRank> dims{};
-  size_t rank = 0;
-
-  size_t Elements() const {
-    size_t count = 1;
-    for (size_t i = 0; i < rank; ++i) count *= static_cast<size_t>(dims[i]);
-    return count;
-  }
-};
 std::array<Shape, kKdaOutputs> OutputShapes(const kda::Params& params);
 
 }  // namespace deltafuse::ep

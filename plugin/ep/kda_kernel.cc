@@ -6,54 +6,15 @@
 #include <utility>
 #include <vector>
 
+#include "attributes.h"
 #include "cuda_backend.h"
-#include "kda_attributes.h"
 #include "kda_binding.h"
+#include "kernel_support.h"
 #include "profiler.h"
 #include "workspace.h"
 
 namespace deltafuse::ep {
 namespace {
-
-// Element type and shape, as far as they are known.
-OrtStatus* DescribeType(const Api& api, const OrtTypeInfo* type_info, Operand* operand) {
-  const OrtTensorTypeAndShapeInfo* tensor = nullptr;
-  if (type_info) DF_RETURN_IF_ERROR(api.ort->CastTypeInfoToTensorInfo(type_info, &tensor));
-  if (!tensor) return nullptr;
-  DF_RETURN_IF_ERROR(api.ort->GetTensorElementType(tensor, &operand->type));
-  if (!api.ort->TensorTypeAndShape_HasShape(tensor)) return nullptr;
-  size_t rank = 0;
-  DF_RETURN_IF_ERROR(api.ort->GetDimensionsCount(tensor, &rank));
-  operand->rank = static_cast<int64_t>(rank);
-  std::vector<int64_t> dims(rank);
-  if (rank) DF_RETURN_IF_ERROR(api.ort->GetDimensions(tensor, dims.data(), rank));
-  for (size_t i = 0; i < std::min<size_t>(rank, kMaxRank); ++i) operand->dims[i] = dims[i] < 0 ? kUnknown : dims[i];
-  return nullptr;
-}
-
-// What the graph knows of a value before it runs.
-OrtStatus* DescribeValue(const Api& api, const OrtValueInfo* value, Operand* operand) {
-  const char* name = nullptr;
-  if (!value) return nullptr;  // an optional operand that is not given
-  DF_RETURN_IF_ERROR(api.ort->GetValueInfoName(value, &name));
-  if (!name || !*name) return nullptr;
-  operand->present = true;
-  const OrtTypeInfo* type_info = nullptr;
-  DF_RETURN_IF_ERROR(api.ort->GetValueInfoTypeInfo(value, &type_info));
-  return DescribeType(api, type_info, operand);
-}
-
-OrtStatus* DescribeValue(const Api& api, const OrtValue* value, Operand* operand, const void** data) {
-  *data = nullptr;
-  if (!value) return nullptr;
-  operand->present = true;
-  const int64_t* dims = nullptr;
-  size_t rank = 0;
-  DF_RETURN_IF_ERROR(api.ort->GetTensorElementTypeAndShapeDataReference(value, &operand->type, &dims, &rank));
-  operand->rank = static_cast<int64_t>(rank);
-  std::copy_n(dims, std::min<size_t>(rank, kMaxRank), operand->dims.begin());
-  return api.ort->GetTensorData(value, data);
-}
 
 constexpr const char* kOutputNames[kKdaOutputs] = {"o", "present_conv_state", "final_state"};
 
@@ -69,42 +30,6 @@ std::string CheckSequences(const kda::Params& p) {
     previous = at;
   }
   return "";
-}
-
-// ORT's thread pool as the kernels ask for it.
-struct Pool {
-  const Api* api;
-  const OrtKernelContext* context;
-  OrtStatus* status;
-};
-
-struct PoolTask {
-  void (*fn)(void* ctx, int64_t i);
-  void* ctx;
-};
-
-void RunOnPool(void* user, int64_t count, void (*fn)(void* ctx, int64_t i), void* ctx) {
-  auto* pool = static_cast<Pool*>(user);
-  if (count <= 0 || pool->status) return;
-  if (count == 1) return fn(ctx, 0);
-  PoolTask task{fn, ctx};
-  pool->status = pool->api->ort->KernelContext_ParallelFor(
-      pool->context,
-      [](void* data, size_t i) {
-        const auto* task = static_cast<const PoolTask*>(data);
-        task->fn(task->ctx, static_cast<int64_t>(i));
-      },
-      static_cast<size_t>(count), 0, &task);
-}
-
-// What an error says first.
-std::string NodeText(const std::string& node) { return std::string(kKdaOpType) + " node '" + node + "': "; }
-
-// The status with the node's name before its message. Takes `status` over.
-OrtStatus* WithNode(const Api& api, const std::string& node, OrtStatus* status) {
-  if (!status) return nullptr;
-  const Owned<OrtStatus> owned = Own(status, api.ort->ReleaseStatus);
-  return MakeStatus(api, api.ort->GetErrorCode(status), NodeText(node) + api.ort->GetErrorMessage(status));
 }
 
 size_t BytesOf(kda::DType type) { return type == kda::DType::kFloat32 ? 4 : 2; }
@@ -154,7 +79,8 @@ class KdaKernel final : public OrtKernelImpl {
     ort_version_supported = kOrtApiVersion;
     Compute = [](OrtKernelImpl* self, OrtKernelContext* context) noexcept -> OrtStatus* {
       auto* kernel = static_cast<KdaKernel*>(self);
-      return Guard(kernel->api_, [&] { return WithNode(kernel->api_, kernel->node_, kernel->Run(context)); });
+      return Guard(kernel->api_,
+                   [&] { return WithNode(kernel->api_, kKdaOpType, kernel->node_, kernel->Run(context)); });
     };
     Release = [](OrtKernelImpl* self) noexcept { delete static_cast<KdaKernel*>(self); };
   }
@@ -251,20 +177,9 @@ class KdaKernel final : public OrtKernelImpl {
 OrtStatus* PrepareWorkspace(Session* session, const OrtKernelInfo* info, const KdaAttributes& attributes) {
   const Api& api = session->api();
   KdaOperands operands;
-  size_t count = 0;
-  DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetInputCount(info, &count));
-  for (size_t i = 0; i < std::min<size_t>(count, kKdaInputs); ++i) {
-    size_t length = 0;
-    DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetInputName(info, i, nullptr, &length));
-    if (length <= 1) continue;  // an optional operand that is not given
-    OrtTypeInfo* type_info = nullptr;
-    DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetInputTypeInfo(info, i, &type_info));
-    const Owned<OrtTypeInfo> owned = Own(type_info, api.ort->ReleaseTypeInfo);
-    Operand& operand = operands.inputs[i];
-    operand.present = true;
-    DF_RETURN_IF_ERROR(DescribeType(api, type_info, &operand));
-    if (!operand.Known()) return nullptr;
-  }
+  DF_RETURN_IF_ERROR(DescribeKernel(api, info, operands.inputs.data(), kKdaInputs, operands.outputs.data(), 0));
+  for (const Operand& operand : operands.inputs)
+    if (operand.present && !operand.Known()) return nullptr;
   operands.outputs[kO].present = true;
   kda::Params params;
   // What is wrong with the node by now, its run reports.
@@ -286,31 +201,16 @@ OrtStatus* PrepareWorkspace(Session* session, const OrtKernelInfo* info, const K
 }  // namespace
 
 OrtStatus* KdaRefusal(const Api& api, const Device& device, const OrtNode* node, std::string* reason) {
-  std::string unknown;
-  DF_RETURN_IF_ERROR(FindUnknownAttribute(api, node, &unknown));
-  if (!unknown.empty()) {
-    *reason = "attribute " + unknown + " is not one that this version of deltafuse knows, or not of its type";
-    return nullptr;
-  }
+  DF_RETURN_IF_ERROR(RefuseUnknownAttribute(api, node, KdaAttributeTypes(), reason));
+  if (!reason->empty()) return nullptr;
   KdaAttributes attributes;
   *reason = ReadAttributes(NodeAttributes(api, node), &attributes);
   if (!reason->empty()) return nullptr;
 
-  size_t inputs = 0, outputs = 0;
-  DF_RETURN_IF_ERROR(api.ort->Node_GetNumInputs(node, &inputs));
-  DF_RETURN_IF_ERROR(api.ort->Node_GetNumOutputs(node, &outputs));
-  if (inputs > kKdaInputs || outputs > kKdaOutputs) {
-    *reason = "it has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) +
-              " outputs: expected at most " + std::to_string(kKdaInputs) + " and " + std::to_string(kKdaOutputs);
-    return nullptr;
-  }
-  std::vector<const OrtValueInfo*> values(std::max(inputs, outputs));
   KdaOperands operands;
-  DF_RETURN_IF_ERROR(api.ort->Node_GetInputs(node, values.data(), inputs));
-  for (size_t i = 0; i < inputs; ++i) DF_RETURN_IF_ERROR(DescribeValue(api, values[i], &operands.inputs[i]));
-  DF_RETURN_IF_ERROR(api.ort->Node_GetOutputs(node, values.data(), outputs));
-  for (size_t i = 0; i < outputs; ++i) DF_RETURN_IF_ERROR(DescribeValue(api, values[i], &operands.outputs[i]));
-
+  DF_RETURN_IF_ERROR(
+      DescribeNode(api, node, operands.inputs.data(), kKdaInputs, operands.outputs.data(), kKdaOutputs, reason));
+  if (!reason->empty()) return nullptr;
   kda::Params params;
   *reason = BindGeometry(attributes, operands, &params);
   if (!reason->empty()) return nullptr;
@@ -323,17 +223,14 @@ OrtStatus* KdaRefusal(const Api& api, const Device& device, const OrtNode* node,
 
 OrtStatus* CreateKdaKernel(std::shared_ptr<Session> session, const OrtKernelInfo* info, OrtKernelImpl** kernel) {
   const Api& api = session->api();
-  size_t bytes = 0;
-  DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetNodeName(info, nullptr, &bytes));
-  std::string node(bytes, '\0');
-  if (bytes) DF_RETURN_IF_ERROR(api.ort->KernelInfo_GetNodeName(info, node.data(), &bytes));
-  node = node.c_str();
+  std::string node;
+  DF_RETURN_IF_ERROR(NodeName(api, info, &node));
   KdaAttributes attributes;
   const std::string reason = ReadAttributes(KernelAttributes(api, info), &attributes);
-  if (!reason.empty()) return MakeStatus(api, ORT_INVALID_ARGUMENT, NodeText(node) + reason);
+  if (!reason.empty()) return MakeStatus(api, ORT_INVALID_ARGUMENT, NodeText(kKdaOpType, node) + reason);
   Owned<OrtKernelImpl> made(new KdaKernel(session, node, attributes),
                             [](OrtKernelImpl* unused) noexcept { unused->Release(unused); });
-  DF_RETURN_IF_ERROR(WithNode(api, node, PrepareWorkspace(session.get(), info, attributes)));
+  DF_RETURN_IF_ERROR(WithNode(api, kKdaOpType, node, PrepareWorkspace(session.get(), info, attributes)));
   *kernel = made.release();
   return nullptr;
 }

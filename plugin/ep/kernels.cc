@@ -8,6 +8,8 @@
 #include "cuda_backend.h"
 #include "kda_binding.h"
 #include "kda_kernel.h"
+#include "mla_binding.h"
+#include "mla_kernel.h"
 #include "session.h"
 
 namespace deltafuse::ep {
@@ -15,13 +17,34 @@ namespace {
 
 const KernelState& State(void* state) { return *static_cast<const KernelState*>(state); }
 
-OrtStatus* ORT_API_CALL CreateKda(void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
+template <OrtStatus* (*create)(std::shared_ptr<Session>, const OrtKernelInfo*, OrtKernelImpl**)>
+OrtStatus* ORT_API_CALL CreateFused(void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
   const Api& api = *State(state).api;
   return Guard(api, [&]() -> OrtStatus* {
     std::shared_ptr<Session> session;
     DF_RETURN_IF_ERROR(FindSession(api, info, &session));
-    return CreateKdaKernel(std::move(session), info, kernel);
+    return create(std::move(session), info, kernel);
   });
+}
+
+const std::vector<FusedOp>& FusedOps() {
+  static const std::vector<FusedOp> ops = {
+      {kKdaOpType,
+       kKdaVersion,
+       KdaRefusal,
+       CreateFused<CreateKdaKernel>,
+       {kConvState, kInitialState},
+       {kPresentConvState, kFinalState}},
+      {kMlaOpType,
+       kMlaVersion,
+       MlaRefusal,
+       CreateFused<CreateMlaKernel>,
+       {MlaInput::kPastLatent, MlaInput::kPastKRope, MlaInput::kPastLatentScale, MlaInput::kPastKey,
+        MlaInput::kPastValue},
+       {MlaOutput::kPresentLatent, MlaOutput::kPresentKRope, MlaOutput::kPresentLatentScale, MlaOutput::kPresentKey,
+        MlaOutput::kPresentValue}},
+  };
+  return ops;
 }
 
 template <bool to_host>
@@ -75,14 +98,13 @@ class Builder {
   OrtKernelCreateFunc create_ = nullptr;
 };
 
-OrtStatus* AddKda(const KernelState& state, OrtKernelRegistry* registry) {
+OrtStatus* AddFused(const KernelState& state, const FusedOp& op, OrtKernelRegistry* registry) {
   Builder builder(state, registry);
-  DF_RETURN_IF_ERROR(builder.Start({kKdaDomain, kKdaOpType, kKdaVersion, kKdaVersion, CreateKda}));
-  // The states may be updated in place. Types are not constrained here: the schema that ORT makes for a call of a
-  // function has no type parameters to constrain, so KdaRefusal checks them.
-  const int inputs[] = {kConvState, kInitialState};
-  const int outputs[] = {kPresentConvState, kFinalState};
-  DF_RETURN_IF_ERROR(state.api->ep->KernelDefBuilder_AddInputOutputMutableAliases(builder.def(), inputs, outputs, 2));
+  DF_RETURN_IF_ERROR(builder.Start({kDomain, op.op_type, op.version, op.version, op.create}));
+  // Types are not constrained here: the schema that ORT makes for a call of a function has no type parameters to
+  // constrain, so the op's refusal checks them.
+  DF_RETURN_IF_ERROR(state.api->ep->KernelDefBuilder_AddInputOutputMutableAliases(builder.def(), op.inputs.data(),
+                                                                                  op.outputs.data(), op.inputs.size()));
   return builder.Add();
 }
 
@@ -100,12 +122,18 @@ OrtStatus* AddCopies(const KernelState& state, OrtKernelRegistry* registry) {
 
 }  // namespace
 
+const FusedOp* FindFusedOp(std::string_view op_type) {
+  for (const FusedOp& op : FusedOps())
+    if (op_type == op.op_type) return &op;
+  return nullptr;
+}
+
 OrtStatus* CreateKernelRegistry(const KernelState& state, OrtKernelRegistry** registry) {
   const Api& api = *state.api;
   OrtKernelRegistry* created = nullptr;
   DF_RETURN_IF_ERROR(api.ep->CreateKernelRegistry(&created));
   Owned<OrtKernelRegistry> owned = Own(created, api.ep->ReleaseKernelRegistry);
-  DF_RETURN_IF_ERROR(AddKda(state, created));
+  for (const FusedOp& op : FusedOps()) DF_RETURN_IF_ERROR(AddFused(state, op, created));
   if (state.device->cuda) DF_RETURN_IF_ERROR(AddCopies(state, created));
   *registry = owned.release();
   return nullptr;

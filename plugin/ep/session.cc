@@ -104,11 +104,27 @@ OrtStatus* Session::ComputeStream(const OrtKernelContext* context, void** stream
                         std::string(kEpName) + " has user_compute_stream " + Address(options_.stream) +
                             ", but the session's CUDA EP works on stream " + Address(*stream) +
                             ": give both the same stream, or only the CUDA EP");
-    return nullptr;
+  } else {
+    *stream = options_.stream;
+    own_stream_used_ = true;
   }
-  *stream = options_.stream;
-  own_stream_used_ = true;
+  last_stream_ = *stream;
+  stream_used_ = true;
   return nullptr;
+}
+
+OrtStatus* Session::FaultStatus(const char* before) {
+  const std::string fault = faults_.Take();
+  return fault.empty() ? nullptr : MakeStatus(api_, ORT_INVALID_ARGUMENT, before + fault);
+}
+
+OrtStatus* Session::RunEnded(bool wait) {
+  const bool own = own_stream_used_.exchange(false), used = stream_used_.exchange(false);
+  if (!wait) return nullptr;  // the next run tells
+  if (own) DF_RETURN_IF_ERROR(Synchronize());
+  if (!used || faults_.empty()) return nullptr;
+  if (!own) DF_RETURN_IF_ERROR(SynchronizeCuda(api_, device_, last_stream_));
+  return FaultStatus("");
 }
 
 OrtStatus* Session::Synchronize() const { return SynchronizeCuda(api_, device_, options_.stream); }

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "device.h"
+#include "faults.h"
 #include "ort.h"
 #include "workspace.h"
 
@@ -45,14 +46,22 @@ class Session {
   OrtStatus* ComputeStream(const OrtKernelContext* context, void** stream);
   // Waits for the session's own stream.
   OrtStatus* Synchronize() const;
-  // True if a kernel has been put on the session's own stream since the last call.
-  bool TakeOwnStreamUsed() { return own_stream_used_.exchange(false); }
+  // What kernels on the device find wrong in a call's values.
+  Faults& faults() { return faults_; }
+  // Fails with the first fault that the device has reported, if there is one.
+  OrtStatus* FaultStatus(const char* before);
+  // At the end of a run: waits for the session's own stream, and for any stream where nodes can report faults, if
+  // `wait`; then looks for faults.
+  OrtStatus* RunEnded(bool wait);
 
  private:
   const Api& api_;
   const Device& device_;
   const Options options_;
   std::atomic<bool> own_stream_used_{false};
+  std::atomic<bool> stream_used_{false};
+  std::atomic<void*> last_stream_{nullptr};
+  Faults faults_;
   std::atomic<int> kernels_{0};
   HeldWorkspace workspace_;
 };

@@ -1,12 +1,22 @@
-// The op's attributes as ORT gives them: on a node of the graph, and when a kernel is created.
+// The attributes of a fused node as ORT gives them: on a node of the graph, and when a kernel is created.
 #pragma once
 
+#include <map>
 #include <string>
 
-#include "kda_binding.h"
 #include "ort.h"
 
 namespace deltafuse::ep {
+
+// Where attributes are read from: a node of the graph, or the information that a kernel is created from.
+class AttributeSource {
+ public:
+  virtual ~AttributeSource() = default;
+  // False when there is no such attribute (or it has another type): the value is then left alone.
+  virtual bool Int(const char* name, int64_t* value) const = 0;
+  virtual bool Float(const char* name, float* value) const = 0;
+  virtual bool String(const char* name, std::string* value) const = 0;
+};
 
 class NodeAttributes final : public AttributeSource {
  public:
@@ -34,7 +44,10 @@ class KernelAttributes final : public AttributeSource {
   const OrtKernelInfo* info_;
 };
 
-// The first attribute of the node that this version of the op does not have, by that name and type, or "".
-OrtStatus* FindUnknownAttribute(const Api& api, const OrtNode* node, std::string* unknown);
+using AttributeTypes = std::map<std::string, OrtOpAttrType>;
+
+// Refuses a node with an attribute that is not `known`, by name and type. "" in `reason` where there is none.
+OrtStatus* RefuseUnknownAttribute(const Api& api, const OrtNode* node, const AttributeTypes& known,
+                                  std::string* reason);
 
 }  // namespace deltafuse::ep

@@ -1,24 +1,9 @@
-#include "kda_attributes.h"
+#include "attributes.h"
 
-#include <map>
 #include <vector>
 
 namespace deltafuse::ep {
 namespace {
-
-const std::map<std::string, OrtOpAttrType>& KnownAttributes() {
-  static const std::map<std::string, OrtOpAttrType> types = {
-      {"num_heads", ORT_OP_ATTR_INT},       {"num_v_heads", ORT_OP_ATTR_INT},
-      {"head_dim", ORT_OP_ATTR_INT},        {"head_v_dim", ORT_OP_ATTR_INT},
-      {"scale", ORT_OP_ATTR_FLOAT},         {"qk_l2norm", ORT_OP_ATTR_STRING},
-      {"l2norm_eps", ORT_OP_ATTR_FLOAT},    {"gate_activation", ORT_OP_ATTR_STRING},
-      {"lower_bound", ORT_OP_ATTR_FLOAT},   {"beta_activation", ORT_OP_ATTR_STRING},
-      {"beta_scale", ORT_OP_ATTR_FLOAT},    {"conv_activation", ORT_OP_ATTR_STRING},
-      {"output_gate", ORT_OP_ATTR_STRING},  {"norm_eps", ORT_OP_ATTR_FLOAT},
-      {"state_layout", ORT_OP_ATTR_STRING}, {"conv_state_width", ORT_OP_ATTR_INT},
-      {"state_dtype", ORT_OP_ATTR_INT}};
-  return types;
-}
 
 // True when the call succeeded; an attribute that cannot be read counts as absent.
 bool Succeeded(const Api& api, OrtStatus* status) {
@@ -81,7 +66,8 @@ bool KernelAttributes::String(const char* name, std::string* value) const {
   return true;
 }
 
-OrtStatus* FindUnknownAttribute(const Api& api, const OrtNode* node, std::string* unknown) {
+OrtStatus* RefuseUnknownAttribute(const Api& api, const OrtNode* node, const AttributeTypes& known,
+                                  std::string* reason) {
   size_t count = 0;
   DF_RETURN_IF_ERROR(api.ort->Node_GetNumAttributes(node, &count));
   std::vector<const OrtOpAttr*> attributes(count);
@@ -91,9 +77,10 @@ OrtStatus* FindUnknownAttribute(const Api& api, const OrtNode* node, std::string
     OrtOpAttrType type = ORT_OP_ATTR_UNDEFINED;
     DF_RETURN_IF_ERROR(api.ort->OpAttr_GetName(attribute, &name));
     DF_RETURN_IF_ERROR(api.ort->OpAttr_GetType(attribute, &type));
-    const auto known = KnownAttributes().find(name);
-    if (known == KnownAttributes().end() || known->second != type) {
-      *unknown = name;
+    const auto found = known.find(name);
+    if (found == known.end() || found->second != type) {
+      *reason =
+          std::string("attribute ") + name + " is not one that this version of deltafuse knows, or not of its type";
       return nullptr;
     }
   }
