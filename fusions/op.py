@@ -137,6 +137,10 @@ class FusedOp(ABC):
 
         return Perturbed(view, candidate, seed)
 
+    def extra_memory(self, candidate: Candidate) -> int:
+        """Bytes that a run of the region holds beside what its static shapes tell."""
+        return 0
+
     def screening_case(self, candidate: Candidate) -> Case:
         """The one run that a reading is screened with."""
         return self.plan(candidate, lambda: [])[0]

@@ -70,10 +70,13 @@ class FoldConstants(Pass):
 
     @staticmethod
     def _too_large(view: GraphView, node: ir.Node) -> bool:
-        """A weight among the inputs, or a result known to be large: not worth reading."""
+        """A weight among the inputs, or a result known to be large: not worth reading. Quantized weights stay as they
+        are stored."""
         stack, seen = [node], set()
         while stack:
             current = stack.pop()
+            if is_op(current, "DequantizeLinear") and len(current.outputs[0].shape or ()) > 1:
+                return True
             for value in current.inputs:
                 if value is None:
                     continue

@@ -287,8 +287,15 @@ class Channels:
         assert source is not None
         before, after = static_dims(source), static_dims(result)
         kinds = self.kinds[source]
-        if before is None or after is None or len(kinds) > 1:
+        if before is None or after is None:
             raise HeadsMix(f"the shapes of {node.name!r} are not known")
+        first = min(kinds)
+        if None not in before[first:] and before[first:] == after[first - len(before) :]:
+            # all that is cut, and what follows it, stays as it is
+            self._reshaped(node, after, {a + len(after) - len(before): k for a, k in kinds.items()})
+            return
+        if len(kinds) > 1:
+            raise HeadsMix(f"{node.name!r} moves two cut axes")
         axis, kept = next(iter(kinds.items()))
         if None in before[axis + 1 :]:
             raise HeadsMix(f"the shapes of {node.name!r} are not known")
@@ -307,16 +314,17 @@ class Channels:
         varying = [i for i in range(mask.ndim) if np.any(np.take(mask, [0], i) != mask)]
         if len(varying) > 1:
             raise HeadsMix(f"{node.name!r} spreads channels over two axes")
-        target: list[int | None] = list(after)
         found: Kinds = {}
         if varying:
             line = np.moveaxis(mask, varying[0], 0).reshape(mask.shape[varying[0]], -1)[:, 0]
-            indices = tuple(int(i) for i in np.flatnonzero(line))
-            found = {at + varying[0]: Kept(indices, len(line))}
-            target[at + varying[0]] = len(indices)
+            found = {at + varying[0]: Kept(tuple(int(i) for i in np.flatnonzero(line)), len(line))}
+        self._reshaped(node, after, found)
+
+    def _reshaped(self, node: ir.Node, after: list[int | None], found: Kinds) -> None:
+        target = [len(found[i].indices) if i in found else d for i, d in enumerate(after)]
         if sum(d is None for d in target) > 1:
             raise HeadsMix(f"the result of {node.name!r} has two unknown axes")
-        self.kinds[result] = found
+        self.kinds[node.outputs[0]] = found
         self._write(node, {1: self._ints(-1 if d is None else d for d in target)}, drop=("allowzero",))
 
     def _expand(self, node: ir.Node) -> None:

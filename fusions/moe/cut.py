@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..candidate import Candidate
+from ..dims import symbol
 from ..graph import GraphView
 from ..proof.extract import Cut, Extract
 from ..proof.shrink import Shrunk
@@ -105,11 +106,8 @@ def shrink(
     return Shrunk(part, (len(hidden), len(inter)), share, cut, parameters)
 
 
-def _leading(x: ir.Value, rank: int) -> list[int]:
-    dims = list(x.shape or ())[: rank - 1]
-    if not all(isinstance(d, int) for d in dims):
-        raise HeadsMix("the number of tokens is not fixed")
-    return [int(d) for d in dims]  # type: ignore[arg-type]
+def _leading(x: ir.Value, rank: int) -> list[int | str | None]:
+    return [d if isinstance(d, int) else symbol(d) for d in list(x.shape or ())[: rank - 1]]
 
 
 def _reshaped(shape: tuple[int, ...] | None, hidden: int, now: int) -> tuple[int, ...] | None:

@@ -61,7 +61,7 @@ class MoeOp(FusedOp):
         sizes = self.sizes(candidate)
         length, rows = sizes.get("tokens"), sizes.get("batch", 1)
         config: MoeConfig = candidate.config
-        many = min(512, max(64, 4 * config.num_experts // config.top_k))
+        many = self._many(config)
         plan = []
         for i, name in enumerate(HOSTILE):
             count = length if isinstance(length, int) else many if name == "many" else TOKENS[i % len(TOKENS)]
@@ -93,6 +93,17 @@ class MoeOp(FusedOp):
 
     def constants(self, view: GraphView, candidate: Candidate, seed: int) -> Mapping[ir.Value, np.ndarray]:
         return Drawn(candidate, seed)
+
+    def extra_memory(self, candidate: Candidate) -> int:
+        """Weights that are gathered for each choice of a number of tokens that the shapes do not tell."""
+        if candidate.form != "gathered" or isinstance(self.sizes(candidate).get("tokens"), int):
+            return 0
+        config: MoeConfig = candidate.config
+        return 8 * self._many(config) * config.top_k * config.hidden_size * config.intermediate_size
+
+    @staticmethod
+    def _many(config: MoeConfig) -> int:
+        return min(512, max(64, 4 * config.num_experts // config.top_k))
 
     def shrink(
         self, view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapping[ir.Value, np.ndarray]

@@ -52,7 +52,7 @@ class Problem:
         self.candidate = candidate
         self.cut: Cut | None = None
         self.heads: tuple[int, ...] = ()
-        need = memory_need(extract, candidate)
+        need = memory_need(extract, candidate) + candidate.op.extra_memory(candidate)
         if need <= min(budget.memory, CUT_ABOVE) or not self._cut(view, budget, need):
             self.parameters = parameter_arrays(view, candidate, self.arrays)
         try:

@@ -234,12 +234,12 @@ class Prover:
             outputs,
             nodes=built.nodes,
             initializers=built.initializers,
-            opset_imports={"": self.opset, "deltafuse": 1},
+            opset_imports={"": self.opset},
             name="replacement",
         )
         model = ir.Model(graph, ir_version=10)
         assert built.function is not None
-        model.functions[built.function.identifier()] = built.function
+        candidate.op.attach(model, built.function)
         return session(ir.to_proto(model))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from .moe_quantized import quantized
 from .moe_side import Block, D
 from .torch_side import export, fill
 
@@ -123,6 +124,37 @@ def variants(wanted: list[str]) -> None:
             export(fill(Block(style)), args, name, made=f"torch.onnx.export of a hand-written MoE, {style}", **common, **more)
 
 
+#: name -> (style, what `quantized` takes).
+QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "moe_int4_gather": ("gather", {"kind": "int4", "block": 16}),
+    "moe_uint4_stacked": ("stacked", {"kind": "uint4", "block": 8, "zero_point": True}),
+    "moe_int8_where": ("where", {"kind": "int8"}),
+    "moe_uint8_dense": ("dense", {"kind": "uint8", "zero_point": True}),
+    "moe_int4_dense": ("dense", {"kind": "int4", "block": 16}),
+    "moe_float8_stacked_matmul": ("stacked_matmul", {"kind": "float8", "block": 16}),
+    "moe_int8_tensor_stacked": ("stacked", {"kind": "int8", "per": "tensor"}),
+}
+
+
+def already_quantized(name: str) -> None:
+    style, settings = QUANTIZED[name]
+    x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
+    export(
+        fill(Block(style)),
+        (x,),
+        name,
+        dynamic=({1: S},),
+        names=(["x"], ["y"]),
+        opset=21,
+        after=quantized(**settings),
+        made=f"a hand-written MoE, {style}, its experts quantized as DequantizeLinear: {settings}",
+        kda=0,
+        moe=1,
+        bindings=[{"S": 3}, {"S": 17}],
+        tags=("moe", "hand-written", "quantized"),
+    )
+
+
 if __name__ == "__main__":
     chosen = sys.argv[1:]
     for each in BLOCKS:
@@ -133,3 +165,6 @@ if __name__ == "__main__":
     if not chosen or "moe_bf16" in chosen:
         half("moe_bf16", torch.bfloat16, 20, style="stacked")
     variants(chosen)
+    for each in QUANTIZED:
+        if not chosen or each in chosen:
+            already_quantized(each)
