@@ -80,9 +80,13 @@ struct CudaLayer;
 
 // The geometry and attributes decide; pointers may be null. `compute_capability`: 90 for 9.0.
 const char* cuda_refusal(const Params& params, int compute_capability);
-// Packs the weights (device pointers in `params`) into memory of the layer, queued on `stream` (a cudaStream_t). The
-// caller may free its own once the stream has passed, and pass null data and scales in each call.
+// Packs the weights that are given (device pointers in `params`, each matrix with its scales and zero points) into
+// memory of the layer, queued on `stream` (a cudaStream_t). The caller may free its own once the stream has passed, and
+// pass null data and scales in each call.
 const char* cuda_create(const Params& params, void* stream, CudaLayer** layer);
+// Packs the matrices that are given now, beside those that the layer has: so that a caller can free one matrix before
+// it gives the next. cuda_forward refuses a layer that lacks one.
+const char* cuda_pack(CudaLayer* layer, const Params& params, void* stream);
 void cuda_destroy(CudaLayer* layer);
 size_t cuda_layer_bytes(const Params& params);
 size_t cuda_workspace_bytes(const CudaLayer* layer, const Params& params);
