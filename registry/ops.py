@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..custom_ops.kda import spec as kda
+from ..custom_ops.mla import spec as mla
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,13 @@ OPS: dict[str, Op] = {
         version=kda.VERSION,
         spec="custom_ops.kda.spec",
         summary="Kimi Delta Attention: the gated delta rule with a decay for every key channel",
+    ),
+    "mla": Op(
+        key="mla",
+        domain=mla.DOMAIN,
+        op_type=mla.OP_TYPE,
+        version=mla.VERSION,
+        spec="custom_ops.mla.spec",
+        summary="multi-head latent attention, with or without an output gate",
     ),
 }

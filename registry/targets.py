@@ -86,6 +86,21 @@ ORT_OPS: dict[str, tuple[int, int]] = {
     "GatedDeltaNet": (1, 30),
 }
 
+#: The op of com.microsoft that stands in for a fused node that deltafuse's kernels refuse, by the fused op.
+STAND_INS: dict[str, str] = {"KimiDeltaAttention": "LinearAttention"}
+#: Why no op of ONNX Runtime stands in for others: their function bodies run.
+NO_STAND_IN: dict[str, str] = {
+    "LatentAttention": "no op of ONNX Runtime takes a cache of latents (MultiHeadAttention and Attention take keys and "
+    "values of every head, GroupQueryAttention those of one width)",
+}
+
+
+def stand_in_refusal(op_type: str) -> Refusal | None:
+    """Why no op of com.microsoft stands in for this fused op, or None where one does."""
+    if op_type in STAND_INS:
+        return None
+    return Refusal("ort-op", NO_STAND_IN.get(op_type, f"ONNX Runtime has no op for deltafuse::{op_type}"))
+
 
 def ort_op_refusal(op_type: str, ort_version: tuple[int, int]) -> Refusal | None:
     """Why this ONNX Runtime does not have the com.microsoft op, or None where it has."""

@@ -95,6 +95,8 @@ CACHES = ("none", "latent", "expanded")
 CACHE_TYPES = ("same", "int8", "float8")
 #: Channels that share one scale in a float8 cache.
 FLOAT8_GROUP = 128
+#: The widest the CUDA kernels take: heads of an expanded cache, and kv_lora_rank + qk_rope_head_dim of one of latents.
+MAX_HEAD_CUDA, MAX_ROW_CUDA = 256, 704
 
 
 @dataclass(frozen=True)
@@ -265,4 +267,19 @@ ATTRIBUTES = (
 
 def cuda_refusal(config: MlaConfig) -> Refusal | None:
     """Why the CUDA kernels do not take this configuration, or None. The C++ check says the same (``mla.h``)."""
-    return config.check()
+    refused = config.check()
+    if refused is not None:
+        return refused
+    if config.cache == "expanded":
+        widths = (config.qk_head_dim, config.v_head_dim)
+        if max(widths) > MAX_HEAD_CUDA:
+            return Refusal(
+                "head-dim",
+                f"heads of {widths[0]} and {widths[1]} channels in an expanded cache: kernels take up to "
+                f"{MAX_HEAD_CUDA}",
+            )
+        return None
+    row = config.kv_lora_rank + config.qk_rope_head_dim
+    if row > MAX_ROW_CUDA:
+        return Refusal("row", f"kv_lora_rank + qk_rope_head_dim {row}: kernels take up to {MAX_ROW_CUDA}")
+    return None

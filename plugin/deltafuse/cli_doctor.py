@@ -19,6 +19,7 @@ from rich.table import Table
 
 from . import __version__, cuda_ep, discovery, doctor_gpu, doctor_problems, elf
 from .custom_ops.kda.spec import HEAD_DIMS_CUDA
+from .custom_ops.mla.spec import MAX_HEAD_CUDA, MAX_ROW_CUDA
 from .doctor_gpu import dotted
 from .errors import DeltaFuseError
 from .registry import targets
@@ -249,6 +250,13 @@ def _cuda_ep(runtime: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+#: What the CUDA kernels take, by op.
+_CUDA_LIMITS = {
+    "kda": f"head dims {', '.join(map(str, HEAD_DIMS_CUDA))}",
+    "mla": f"kv_lora_rank + qk_rope_head_dim up to {MAX_ROW_CUDA}, heads of an expanded cache up to {MAX_HEAD_CUDA}",
+}
+
+
 def _ops(plugin: dict[str, Any], driver: doctor_gpu.Driver) -> list[dict[str, Any]]:
     """For each op and device: does the library have a kernel, with what limits, or why not."""
     served = {entry["name"] for entry in plugin["devices"]}
@@ -263,7 +271,7 @@ def _ops(plugin: dict[str, Any], driver: doctor_gpu.Driver) -> list[dict[str, An
                     reason = "the library has no CUDA kernels"
             if device in gpus and plugin["cuda_archs"]:
                 capability = gpus[device].compute_capability
-                limits = f"head dims {', '.join(map(str, HEAD_DIMS_CUDA))}"
+                limits = _CUDA_LIMITS.get(op, "as its package says")
                 if not any(doctor_gpu.runs_on(arch, capability) for arch in plugin["cuda_archs"]):
                     built = ", ".join(f"sm_{arch}" for arch in plugin["cuda_archs"])
                     reason = f"kernels for {built}, compute capability {dotted(capability, 10)}"

@@ -217,10 +217,11 @@ def _lower_node(node: Any, opset: int, ort_version: tuple[int, int], functions: 
     import onnx_ir as ir
 
     from .custom_ops.kda.body_ort import ORT_FORM_DOMAIN, build_ort_function, ort_refusal
-    from .registry.targets import ort_op_refusal
+    from .registry.targets import ort_op_refusal, stand_in_refusal
 
-    if node.op_type != OP_TYPE:
-        return f"ONNX Runtime has no op for {node.domain}::{node.op_type}"
+    none = stand_in_refusal(node.op_type)
+    if none is not None:
+        return none.reason
     unknown = ort_op_refusal(ORT_OP, ort_version)
     if unknown is not None:
         return unknown.reason

@@ -13,6 +13,7 @@ import pytest
 from deltafuse import cli_doctor, discovery, elf
 from deltafuse.cli import app
 from deltafuse.elf import this_machine
+from deltafuse.registry.ops import OPS
 
 from .doctor_kit import BUS_ID, Machine, compile_library, linked_with, only, runner
 
@@ -36,7 +37,9 @@ def test_all_is_well_on_a_gpu(machine: Machine) -> None:
     assert found["gpus"] == [gpu]
     assert found["plugin"]["cuda_archs"] == ["80", "90a"] and found["plugin"]["cuda_runtime"] == 13000
     assert found["cuda_ep"]["form"] == "classic"
-    assert [(op["device"], op["runs"]) for op in found["ops"]] == [("cpu", True), ("cuda:0", True)]
+    assert {(op["op"], op["device"]) for op in found["ops"] if op["runs"]} == {
+        (op, device) for op in OPS for device in ("cpu", "cuda:0")
+    }
     text = runner.invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout
     for line in (
         "Stand-in GPU, 9.0, 0000:41:00.0, 80 GiB",

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import pytest
 from deltafuse import api, errors
 from deltafuse.fusions.result import FusionReport
+from deltafuse.registry.ops import OPS
 
 from .kit import FakePipeline
 
@@ -51,7 +52,7 @@ def test_path_to_path(pipeline: FakePipeline, path: Path, tmp_path: Path) -> Non
         "deltafuse.version": "0.1.0",
         "deltafuse.target": "plugin",
         "deltafuse.verified": "true",
-        "deltafuse.fused": "kda=2",
+        "deltafuse.fused": ", ".join(f"{op}={2 if op == 'kda' else 0}" for op in OPS),
     }
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["regions"][0]["proof"]["error"] == 1.5e-7
@@ -76,7 +77,8 @@ def test_nothing_fused_claims_no_proof(
     monkeypatch.setattr(api, "_pipeline", lambda: nothing)
     deltafuse.fuse(path, tmp_path / "out.onnx", report=tmp_path / "report.json")
     properties = {p.key: p.value for p in onnx.load(tmp_path / "out.onnx").metadata_props}
-    assert properties["deltafuse.verified"] == "nothing fused" and properties["deltafuse.fused"] == "kda=0"
+    assert properties["deltafuse.verified"] == "nothing fused"
+    assert properties["deltafuse.fused"] == ", ".join(f"{op}=0" for op in OPS)
 
 
 def test_each_kind_comes_back(pipeline: FakePipeline, path: Path, proto: onnx.ModelProto) -> None:
@@ -144,7 +146,7 @@ def test_dry_run(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
 def test_bad_options(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
     bad: list[tuple[dict[str, object], str]] = [
         ({"target": "cuda"}, "target 'cuda': expected one of plugin, portable"),
-        ({"require": {"mla": 1}}, "expected an op among kda"),
+        ({"require": {"mamba": 1}}, "expected an op among kda"),
         ({"require": {"kda": -1}}, "whole number"),
         ({"require": {"kda": True}}, "whole number"),
         ({"proof_memory": "lots"}, "expected a size such as 4GiB"),
