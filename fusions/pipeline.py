@@ -8,6 +8,7 @@ from collections.abc import Collection
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from . import plugins
 from .cleanup import cleanup_passes
 from .fuse import FusePass
 from .kda.fuse import FuseKda
@@ -26,11 +27,14 @@ class InlineFunctions(Pass):
 
     name = "inline-functions"
 
+    def __init__(self, domains: Collection[str] = ("deltafuse",)) -> None:
+        self.domains = frozenset(domains)
+
     def run(self, model: ir.Model, report: PassReport) -> None:
-        report.matched = sum(1 for n in model.graph if n.domain == "deltafuse")
+        report.matched = sum(1 for n in model.graph if n.domain in self.domains)
         if not report.matched:
             return
-        common.InlinePass(criteria=lambda f: f.domain == "deltafuse")(model)
+        common.InlinePass(criteria=lambda f: f.domain in self.domains)(model)
         common.RemoveUnusedFunctionsPass()(model)
         remove_unused(model)  # what stood for outputs that a call did not ask for
         common.RemoveUnusedOpsetsPass()(model)
@@ -74,14 +78,16 @@ def fuse_model(
     start = time.perf_counter()
     report = FusionReport(target=target, verify=verify, dry_run=dry_run, nodes_before=count_nodes(model))
     work = model.clone()
+    outside = plugins.load()
+    report.warnings += outside.problems
     fusers = [
         fuser(verify=verify, apply=not dry_run, budget=proof_budget, progress=progress)
-        for fuser in FUSERS
+        for fuser in (*FUSERS, *outside.fusers)
         if fusions is None or fuser.op.key in fusions
     ]
-    passes: list[Pass] = [*cleanup_passes(), *fusers]
+    passes: list[Pass] = [*cleanup_passes(), *(other() for other in outside.passes), *fusers]
     if target == "portable" and not dry_run:
-        passes.append(InlineFunctions())
+        passes.append(InlineFunctions({"deltafuse", *outside.domains}))
     report.passes = PassManager(passes, progress)(work)
     report.regions = [region for fuser in fusers for region in fuser.regions]
     report.repairs = [n for p in report.passes if p.name.startswith("repair") for n in p.notes]

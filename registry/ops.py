@@ -49,3 +49,23 @@ OPS: dict[str, Op] = {
         summary="multi-head latent attention, with or without an output gate",
     ),
 }
+
+#: The domains of deltafuse's own ops; an op of another package has one of its own.
+OWN_DOMAINS = frozenset(op.domain for op in OPS.values())
+
+
+def register(op: Op) -> None:
+    """Add an op of another package (``fusions/plugins.py``). The same one again changes nothing.
+
+    Raises:
+        ValueError: the key or the ONNX identity is taken, or the domain is deltafuse's or ONNX's.
+    """
+    if OPS.get(op.key) == op:
+        return
+    if op.key in OPS:
+        raise ValueError(f"the key {op.key!r} is that of {OPS[op.key].qualified_name}")
+    if op.domain in OWN_DOMAINS or op.domain in ("", "ai.onnx", "com.microsoft"):
+        raise ValueError(f"the domain {op.domain!r} is not free: an op of another package has a domain of its own")
+    if any(op.qualified_name == other.qualified_name for other in OPS.values()):
+        raise ValueError(f"there is an op {op.qualified_name} already")
+    OPS[op.key] = op

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ..custom_ops.common.refusal import Refusal
-from .ops import OPS
+from .ops import OPS, OWN_DOMAINS
 
 #: The oldest ONNX Runtime whose plugin interface (API version 27) the EP library speaks.
 MIN_ORT = (1, 27)
@@ -63,7 +63,7 @@ def refusal(op: str, target: str, ort_version: str) -> Refusal | None:
     if target not in TARGETS:
         return Refusal("target", f"target {target!r}: expected one of {', '.join(TARGETS)}")
     wanted = TARGETS[target]
-    if op not in wanted.ops:
+    if op not in wanted.ops and OPS[op].domain in OWN_DOMAINS:  # others' calls have a function body: all targets do
         return Refusal("op-target", f"target {target} has no form of {OPS[op].qualified_name}")
     if parse_version(ort_version) < wanted.min_ort:
         needs = ".".join(map(str, wanted.min_ort))

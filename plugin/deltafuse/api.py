@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from . import __version__, model_io, model_save
 from .clashes import check_clashes
 from .errors import OptionError, OrtError, RequirementError
+from .fusions import plugins
 from .fusions.result import FusionReport, PassReport
 from .registry import runtimes, targets
 from .registry.ops import OPS
@@ -251,10 +252,11 @@ def check_fusions(fusions: Iterable[str] | None) -> tuple[str, ...] | None:
     if isinstance(fusions, str) or not isinstance(fusions, Iterable):
         raise OptionError(f"fusions {fusions!r}: expected a list of keys, such as ['kda']")
     chosen = tuple(dict.fromkeys(fusions))
+    outside = plugins.load()
     unknown = [key for key in chosen if key not in OPS]
     if unknown or not chosen:
         found = ", ".join(map(repr, unknown)) or "an empty list"
-        raise OptionError(f"fusions: expected keys among {', '.join(OPS)}, got {found}")
+        raise OptionError("; ".join([f"fusions: expected keys among {', '.join(OPS)}, got {found}", *outside.problems]))
     return chosen
 
 
@@ -294,9 +296,11 @@ def _check_options(
             raise OptionError(f"{name} {path!r}: expected a path")
     if require is not None and not isinstance(require, Mapping):
         raise OptionError(f"require {require!r}: expected a mapping of op and count, such as {{'kda': 1}}")
+    outside = plugins.load() if require else plugins.Plugins()
     for op, count in (require or {}).items():
         if op not in OPS:
-            raise OptionError(f"require {op}={count}: expected an op among {', '.join(OPS)}")
+            problems = [f"require {op}={count}: expected an op among {', '.join(OPS)}", *outside.problems]
+            raise OptionError("; ".join(problems))
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise OptionError(f"require {op}={count!r}: expected a whole number, 0 or more")
     if output is not None and dry_run:

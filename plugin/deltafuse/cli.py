@@ -17,6 +17,7 @@ from .cli_common import (
     check_file_name,
     clear_errors,
     own_output,
+    parse_names,
     parse_require,
     print_json,
     progress_bar,
@@ -33,6 +34,10 @@ app = typer.Typer(
 Model = Annotated[Path, typer.Argument(metavar="IN.onnx", help="The model. It is not changed.", show_default=False)]
 Report = Annotated[
     Path | None, typer.Option("--report", metavar="FILE.json", help="Write the full report here.", show_default=False)
+]
+Fusions = Annotated[
+    str | None,
+    typer.Option(metavar="KEY[,KEY...]", help="Fusions to look for. Default: all that there are.", show_default=False),
 ]
 Memory = Annotated[
     str | None,
@@ -68,6 +73,7 @@ def fuse_command(
     target: Annotated[
         str, typer.Option(metavar="plugin|portable", help="Calls of deltafuse functions, or standard ONNX ops only.")
     ] = "plugin",
+    fusions: Fusions = None,
     verify: Annotated[
         bool,
         typer.Option("--verify/--no-verify", help="Prove every rewrite against the original before it is applied."),
@@ -102,6 +108,7 @@ def fuse_command(
                 model,
                 output,
                 target=target,
+                fusions=parse_names(fusions),
                 verify=verify,
                 require=wanted,
                 report=report,
@@ -120,6 +127,7 @@ def inspect_command(
     model: Model,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Also prove what is recognised.")] = False,
     target: Annotated[str, typer.Option(metavar="plugin|portable", help="As for fuse.")] = "plugin",
+    fusions: Fusions = None,
     report: Report = None,
     proof_memory: Memory = None,
     proof_seconds: Seconds = None,
@@ -136,6 +144,7 @@ def inspect_command(
                 model,
                 verify=verify,
                 target=target,
+                fusions=parse_names(fusions),
                 report=report,
                 progress=progress,
                 proof_memory=proof_memory,

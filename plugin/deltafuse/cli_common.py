@@ -159,3 +159,8 @@ def parse_numbers(text: str, option: str) -> list[int]:
     if not parts or not all(part.isascii() and part.isdigit() for part in parts):
         raise typer.BadParameter(f"{text!r}: expected whole numbers, for example 1,2,3", param_hint=option)
     return [int(part) for part in parts]
+
+
+def parse_names(text: str | None) -> list[str] | None:
+    """``"kda,mla"`` as ``["kda", "mla"]``; None where nothing was given."""
+    return None if text is None else text.replace(",", " ").split()
