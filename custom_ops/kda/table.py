@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
-from pathlib import Path
 
-from .spec import ATTRIBUTES, INPUTS, OUTPUTS, TOLERANCES, KdaConfig
-
-BEGIN, END = "<!-- begin: generated from spec.py by table.py -->", "<!-- end: generated -->"
+from ..common.spec_table import between_markers, spec_tables, write_readme
+from .spec import INPUTS, OUTPUTS, TOLERANCES, KdaConfig
 
 #: What each attribute means; the spec's comments in a sentence.
 MEANING = {
@@ -35,45 +31,15 @@ MEANING = {
 }
 
 
-def _rows(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [header, tuple("---" for _ in header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 def markdown() -> str:
     """The tables of inputs, outputs, attributes and tolerances."""
-    operands = []
-    for kind, table in (("input", INPUTS), ("output", OUTPUTS)):
-        operands += [(kind, f"`{name}`", text) for name, text in table.items()]
-    defaults = {field.name: field.default for field in fields(KdaConfig)}
-    attributes = [
-        (f"`{name}`", "required" if defaults[name] is MISSING else f"`{defaults[name]}`", MEANING[name])
-        for name in ATTRIBUTES
-    ]
-    columns = tuple(TOLERANCES["cpu"])
-    tolerances = [(what, *(f"{row[column]:g}" for column in columns)) for what, row in TOLERANCES.items()]
-    return "\n\n".join(
-        (
-            _rows(("", "name", "what"), operands),
-            _rows(("attribute", "default", "meaning"), attributes),
-            _rows(("tolerance of", *columns), tolerances),
-        )
-    )
+    return spec_tables(INPUTS, OUTPUTS, KdaConfig, MEANING, TOLERANCES)
 
 
 def updated(text: str) -> str:
-    """``text`` with what lies between the markers replaced by :func:`markdown`.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"no {BEGIN!r} and {END!r} in the text")
-    return f"{head}{BEGIN}\n\n{markdown()}\n\n{END}{tail}"
+    """``text`` with what lies between the markers replaced by :func:`markdown`."""
+    return between_markers(text, markdown())
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+    write_readme(sys.argv[1], markdown())
