@@ -12,6 +12,7 @@ from . import plugins
 from .cleanup import cleanup_passes
 from .fuse import FusePass
 from .kda.fuse import FuseKda
+from .mla.fuse import FuseMla
 from .passes import Pass, PassManager, Progress
 from .proof import ProofBudget
 from .result import FusionReport, PassReport
@@ -19,7 +20,7 @@ from .rewrite import remove_unused
 
 TARGETS = ("plugin", "portable")
 #: The ops' passes, in the order in which they run.
-FUSERS: tuple[type[FusePass], ...] = (FuseKda,)
+FUSERS: tuple[type[FusePass], ...] = (FuseKda, FuseMla)
 
 
 class InlineFunctions(Pass):

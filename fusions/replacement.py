@@ -169,13 +169,13 @@ def given_parameters(view: GraphView, candidate: Candidate) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for name, parameter in candidate.parameters.items():
         want = parameter.dtype or kinds.get(op.kind_of(name))
-        source = parameter.sources[0]
-        if parameter.compute is None and (want is None or source.dtype == want):
+        source = parameter.sources[0] if parameter.sources else None
+        if source is not None and parameter.compute is None and (want is None or source.dtype == want):
             found[name] = source
         elif parameter.shape is None or any(s.producer() is not None for s in parameter.sources):
             found[name] = _in_type(parameter_array(view, name, parameter), want)
         else:
-            if want is None:
+            if want is None and source is not None:
                 want = source.dtype
             assert want is not None
             if parameter.part is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ import onnx_ir as ir
 
 from ..fuse import Place
 from ..graph import FLOAT_TYPES, GraphView, is_op, rank_of
+from ..names import name_of
 from ..region import Region, RegionTooLarge, backward, forward_to_borders, mark_dependents
 
 #: Ops that a KDA block never holds: a region with one of them is another block (attention, routing).
@@ -109,20 +109,3 @@ def form_of(view: GraphView, region: Region, anchors: list[ir.Node]) -> str:
         return "chunked"
     decays = sum(1 for a in anchors if is_op(a, "Exp"))
     return "recurrent" if decays <= 2 and len(region.nodes) < 120 else "unrolled"
-
-
-def name_of(anchor: ir.Node, view: GraphView) -> str:
-    """The module scope of the anchor where the exporter left one, else its name, else its place."""
-    scopes = anchor.metadata_props.get("pkg.torch.onnx.name_scopes")
-    if scopes:
-        try:
-            parts = [s for s in ast.literal_eval(scopes) if isinstance(s, str) and s]
-        except (ValueError, SyntaxError):
-            parts = []
-        named = [p for p in parts if "." in p or p.isidentifier()]
-        if len(named) > 1:
-            # the innermost module that is not the operation itself
-            return named[-2]
-    if anchor.name:
-        return anchor.name
-    return f"{anchor.op_type}@{view.position[anchor]}"

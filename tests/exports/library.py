@@ -43,6 +43,7 @@ class Export:
     nodes: int
     kda: int
     moe: int = 0
+    mla: int = 0
     form: str = ""
     bindings: list[dict[str, int]] = field(default_factory=list)
     beyond: list[dict[str, int]] = field(default_factory=list)

@@ -52,6 +52,7 @@ def pack(
     made: str,
     kda: int,
     moe: int = 0,
+    mla: int = 0,
     form: str = "",
     bindings: list[dict[str, int]] | None = None,
     beyond: list[dict[str, int]] | None = None,
@@ -68,6 +69,7 @@ def pack(
         made: how it was made, in words.
         kda: how many KDA layers it holds.
         moe: how many mixtures of experts.
+        mla: how many latent attentions.
         form: how the recurrence is written: chunked, recurrent, unrolled, scan, loop, linear-attention.
         bindings: values of the symbolic dimensions at which the unfused model gives right results in ORT.
         beyond: values at which only the fused model can be right.
@@ -90,6 +92,7 @@ def pack(
         "nodes": len(model.graph.node),
         "kda": kda,
         "moe": moe,
+        "mla": mla,
         "form": form,
         "bindings": bindings or [{}],
         "beyond": beyond or [],

@@ -11,7 +11,9 @@ from exports import library
 from . import kit
 
 KDA = library.names(kda=True)
-OTHERS = [n for n in library.names(kda=False) if n not in library.names("unstable")]
+OTHERS = [
+    n for n in library.names(kda=False) if n not in library.names("unstable") and not library.export(n).mla
+]
 #: Stripped too: all of the shared archive, and one or two of each other form.
 STRIPPED = [n for n in KDA if n in library.names("shared")] + [
     "kimi_prefill_dyn",
@@ -41,6 +43,7 @@ def check_fused(name: str, stripped: bool) -> None:
     export = library.export(name)
     before, report, after = kit.fused(name, stripped)
     assert report.count("kda") == export.kda, kit.why(report)
+    assert report.count("mla") == export.mla, kit.why(report)
     assert kit.calls(after) == export.kda
     assert all(r.proof is not None and r.proof.proved for r in report.regions if r.status == "fused")
     assert not RECURRENCE & kit.ops(after.graph)
@@ -180,16 +183,16 @@ def test_fusing_twice_changes_nothing_more(name: str) -> None:
 def test_a_dry_run_says_the_same_and_makes_nothing() -> None:
     report = fuse_model(library.export("hybrid4_decode").model(), dry_run=True)
     assert report.model is None
-    assert [r.status for r in report.regions] == ["recognised"] * 3
+    assert [(r.op, r.status) for r in report.regions] == [("kda", "recognised")] * 3 + [("mla", "recognised")]
 
 
 def test_without_proof_it_is_said() -> None:
     report = fuse_model(library.export("kimi_decode").model(), verify=False)
-    assert [(r.status, r.proof) for r in report.regions] == [("fused-unproved", None)]
+    assert [(r.status, r.proof) for r in report.regions] == [("fused-unproved", None)] * 2
 
 
 def test_equal_layers_share_one_proof() -> None:
     _, report, _ = kit.fused("hybrid4_decode")
-    proofs = [r.proof for r in report.regions if r.proof is not None]
+    proofs = [r.proof for r in report.regions if r.proof is not None and r.op == "kda"]
     assert sum(not p.reused for p in proofs) == 1
     assert len({p.structure for p in proofs}) == 1

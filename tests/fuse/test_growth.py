@@ -41,7 +41,9 @@ def test_one_proof_serves_all_layers() -> None:
     before = deep(6)
     report, after = kit.fuse(before)
     assert report.count("kda") == 6
-    assert sum(1 for r in report.regions if r.proof is not None and not r.proof.reused) == 1
+    assert report.count("mla") == 1
+    for op in ("kda", "mla"):
+        assert sum(1 for r in report.regions if r.op == op and r.proof is not None and not r.proof.reused) == 1
     kit.same(before, after, library.export("kimi_prefill_static").feeds())
 
 

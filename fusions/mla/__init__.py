@@ -1,0 +1,1 @@
+"""The recogniser of multi-head latent attention."""

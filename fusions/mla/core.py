@@ -1,0 +1,282 @@
+"""The attention itself: from a Softmax or an Attention node to its queries, keys, values, scale and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from ...custom_ops.common.refusal import Refusal
+from ..graph import GraphView, attribute_float, attribute_int, attribute_string, is_op, rank_of
+from .masks import NOTHING, MaskTerm, as_truths
+
+
+@dataclass
+class Core:
+    """One attention.
+
+    Attributes:
+        anchor: the Softmax or Attention node.
+        form: "softmax", "attention" (one node), "absorbed" (keys and values are latents).
+        products: pairs (queries, keys) whose products add up to the scores.
+        v: values; o: the attention's output.
+        scale: what the graph multiplies the scores with behind the products.
+        terms: masks; causal: an attribute says so.
+        explained: guards and the steps between products and o.
+        guards: (truths, node): rows whose truths are all false give zeros.
+    """
+
+    anchor: ir.Node
+    form: str
+    products: list[tuple[ir.Value, ir.Value]]
+    v: ir.Value
+    o: ir.Value
+    scale: float = 1.0
+    terms: list[MaskTerm] = field(default_factory=list)
+    causal: bool = False
+    explained: set[ir.Node] = field(default_factory=set)
+    joins: list[tuple[str, ir.Value, ir.Value, ir.Value | None]] = field(default_factory=list)
+    default_scale: bool = False
+
+
+def is_anchor(node: ir.Node) -> bool:
+    """A node that every attention has one of."""
+    if is_op(node, "Softmax"):
+        return True
+    return node.op_type == "Attention" and node.domain in ("", "ai.onnx")
+
+
+def read_core(view: GraphView, node: ir.Node) -> Core | Refusal | None:
+    """The attention around an anchor; a refusal, or None where it is something else."""
+    return _attention(view, node) if node.op_type == "Attention" else _softmax(view, node)
+
+
+def _attention(view: GraphView, node: ir.Node) -> Core | Refusal | None:
+    q, k, v = node.inputs[:3]
+    if q is None or k is None or v is None:
+        return None
+    if attribute_float(node, "softcap", 0.0):
+        return Refusal("softcap", "attention with a soft cap on its scores", node.name or "")
+    mask = node.inputs[3] if len(node.inputs) > 3 else None
+    scale = attribute_float(node, "scale", 0.0)
+    core = Core(node, "attention", [(q, k)], v, node.outputs[0], scale or 1.0, default_scale=not scale)
+    core.explained.add(node)
+    core.causal = bool(attribute_int(node, "is_causal", 0))
+    if mask is not None:
+        core.terms.append(MaskTerm("keep" if mask.dtype == ir.DataType.BOOL else "add", mask))
+    if len(node.inputs) > 5 and node.inputs[4] is not None and node.inputs[5] is not None:
+        presents = [node.outputs[i] if len(node.outputs) > i else None for i in (1, 2)]
+        core.joins = [("key", node.inputs[4], k, presents[0]), ("value", node.inputs[5], v, presents[1])]
+    if len(node.inputs) > 6 and node.inputs[6] is not None:
+        return Refusal("lengths", "Attention with nonpad_kv_seqlen", node.name or "")
+    _guards(view, core)
+    return core
+
+
+def _softmax(view: GraphView, node: ir.Node) -> Core | Refusal | None:
+    scores = node.inputs[0]
+    rank = None if scores is None else rank_of(scores)
+    if scores is None or rank is None or attribute_int(node, "axis", -1) not in (-1, rank - 1):
+        return None
+    core = Core(node, "softmax", [], node.outputs[0], node.outputs[0])
+    core.explained.add(node)
+    refused = _before(view, core, scores)
+    if refused is not None or not core.products:
+        return refused
+    return core if _after(view, core, node.outputs[0]) else None
+
+
+def _is_product(view: GraphView, value: ir.Value | None) -> bool:
+    """Leads it, through masks and scales, to a product of two computed values?"""
+    for _ in range(16):
+        producer = None if value is None else value.producer()
+        if producer is None or view.is_const(producer.outputs[0]):
+            return False
+        if is_op(producer, "MatMul", "Einsum"):
+            return view.weight_of(producer) is None
+        if is_op(producer, "Where"):
+            return _is_product(view, producer.inputs[1]) or _is_product(view, producer.inputs[2])
+        if is_op(producer, "Add"):
+            return _is_product(view, producer.inputs[0]) or _is_product(view, producer.inputs[1])
+        if is_op(producer, "Mul", "Div"):
+            value = producer.inputs[1] if view.scalar(producer.inputs[0]) is not None else producer.inputs[0]
+        elif is_op(producer, "Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze"):
+            value = producer.inputs[0]
+        else:
+            return False
+    return False
+
+
+def _before(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
+    """Take the scores apart: masks, scales, the products."""
+    unscaled = True  # no scale between here and the softmax: a mask counts as it is
+    for _ in range(24):
+        producer = value.producer()
+        if producer is None:
+            return None
+        if is_op(producer, "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze") and producer.inputs[0] is not None:
+            core.explained.add(producer)
+            value = producer.inputs[0]
+        elif is_op(producer, "Tanh"):
+            return Refusal("softcap", "attention with a soft cap on its scores", producer.name or "")
+        elif is_op(producer, "Mul", "Div") and (found := _scaled(view, producer)) is not None:
+            core.explained.add(producer)
+            value, factor = found
+            core.scale *= factor
+            unscaled = False
+        elif is_op(producer, "Add"):
+            a, b = producer.inputs
+            if a is None or b is None:
+                return None
+            sides = [_is_product(view, a), _is_product(view, b)]
+            if all(sides):
+                return _products(view, core, value)
+            if not any(sides):
+                return None
+            value, mask = (a, b) if sides[0] else (b, a)
+            if not unscaled:
+                return Refusal("mask", "a mask is added before the scores are scaled", producer.name or "")
+            core.explained.add(producer)
+            core.terms.append(MaskTerm("add", mask))
+        elif is_op(producer, "Where"):
+            cond, yes, no = producer.inputs
+            if cond is None or yes is None or no is None:
+                return None
+            least = view.scalar(no)
+            if least is None or least > NOTHING or not _is_product(view, yes):
+                return Refusal("mask", "a mask that is not understood", producer.name or "")
+            core.explained.add(producer)
+            core.terms.append(MaskTerm("keep", cond))
+            value = yes
+        else:
+            return _products(view, core, value)
+    return None
+
+
+def _scaled(view: GraphView, node: ir.Node) -> tuple[ir.Value, float] | None:
+    a, b = node.inputs
+    factor = view.scalar(b)
+    if a is not None and factor:
+        return a, (1.0 / factor if node.op_type == "Div" else factor)
+    factor = view.scalar(a)
+    if b is not None and factor and node.op_type == "Mul":
+        return b, factor
+    return None
+
+
+def _products(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
+    producer = value.producer()
+    if producer is None:
+        return None
+    if is_op(producer, "Add"):
+        for side in producer.inputs:
+            if side is None:
+                return None
+            refused = _products(view, core, side)
+            if refused is not None:
+                return refused
+        return None
+    if is_op(producer, "Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape", "Transpose"):
+        return None if producer.inputs[0] is None else _products(view, core, producer.inputs[0])
+    if is_op(producer, "MatMul", "Einsum") and len(producer.inputs) == 2:
+        a, b = producer.inputs
+        if a is not None and b is not None and not view.is_const(a) and not view.is_const(b):
+            if producer.op_type == "Einsum" and "->" not in attribute_string(producer, "equation", ""):
+                return Refusal("einsum", "an Einsum without an explicit result", producer.name or "")
+            core.products.append((a, b))
+    return None
+
+
+def _after(view: GraphView, core: Core, value: ir.Value) -> bool:
+    """From the probabilities to the product with the values."""
+    for _ in range(16):
+        users = view.users(value)
+        guard = next((u for u in users if is_op(u, "IsNaN")), None)
+        if guard is not None and len(users) == 2:
+            where = next(u for u in users if u is not guard)
+            if not _is_nan_guard(view, where, guard, value):
+                return False
+            core.explained |= {guard, where}
+            value = where.outputs[0]
+            continue
+        if len(users) != 1:
+            return False
+        user = users[0]
+        if is_op(user, "MatMul", "Einsum") and len(user.inputs) == 2:
+            other = user.inputs[1] if user.inputs[0] is value else user.inputs[0]
+            if other is None or view.is_const(other):
+                return False
+            core.v, core.o = other, user.outputs[0]
+            _guards(view, core)
+            return True
+        if is_op(user, "Where"):
+            if not _is_row_guard(view, core, user, value):
+                return False
+            core.explained |= _row_nodes(user)
+        elif not is_op(user, "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"):
+            return False
+        core.explained.add(user)
+        value = user.outputs[0]
+    return False
+
+
+def _is_nan_guard(view: GraphView, where: ir.Node, guard: ir.Node, value: ir.Value) -> bool:
+    return (
+        is_op(where, "Where")
+        and where.inputs[0] is guard.outputs[0]
+        and view.scalar(where.inputs[1]) == 0.0
+        and where.inputs[2] is value
+    )
+
+
+def _guards(view: GraphView, core: Core) -> None:
+    """Behind the attention: rows without a key that counts become zeros; NaN becomes zero."""
+    for _ in range(3):
+        users = view.users(core.o)
+        guard = next((u for u in users if is_op(u, "IsNaN")), None)
+        if guard is not None and len(users) == 2:
+            where = next(u for u in users if u is not guard)
+            if not _is_nan_guard(view, where, guard, core.o):
+                return
+            core.explained |= {guard, where}
+        elif len(users) == 1 and _is_row_guard(view, core, users[0], core.o):
+            where = users[0]
+            core.explained |= {where, *_row_nodes(where)}
+        else:
+            return
+        core.o = where.outputs[0]
+
+
+def _kept(view: GraphView, core: Core) -> set[ir.Value]:
+    """The truths of the keys that count, of each mask."""
+    found: set[ir.Value] = set()
+    for term in core.terms:
+        truths = (term.value, set()) if term.kind == "keep" else as_truths(view, term)
+        if truths is not None:
+            found.add(truths[0])
+    return found
+
+
+def _is_row_guard(view: GraphView, core: Core, where: ir.Node, value: ir.Value) -> bool:
+    """`Where(sum(mask) < 1, 0, o)` with the mask of the scores."""
+    if not is_op(where, "Where") or where.inputs[2] is not value or view.scalar(where.inputs[1]) != 0.0:
+        return False
+    less = None if where.inputs[0] is None else where.inputs[0].producer()
+    if not is_op(less, "Less") or less is None or view.scalar(less.inputs[1]) not in (1.0, 0.5):
+        return False
+    total = None if less.inputs[0] is None else less.inputs[0].producer()
+    if not is_op(total, "ReduceSum") or total is None:
+        return False
+    axes = view.ints(total.inputs[1]) if len(total.inputs) > 1 else None
+    rank = None if total.inputs[0] is None else rank_of(total.inputs[0])
+    if axes is None or rank is None or [a % rank for a in axes] != [rank - 1]:
+        return False
+    cast = None if total.inputs[0] is None else total.inputs[0].producer()
+    return is_op(cast, "Cast") and cast is not None and cast.inputs[0] in _kept(view, core)
+
+
+def _row_nodes(where: ir.Node) -> set[ir.Node]:
+    less = where.inputs[0].producer()  # type: ignore[union-attr]
+    total = less.inputs[0].producer()  # type: ignore[union-attr]
+    cast = total.inputs[0].producer()  # type: ignore[union-attr]
+    return {n for n in (less, total, cast) if n is not None}

@@ -1,0 +1,253 @@
+"""What a mask says: causal, sliding, padding, in closed form; or an operand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ..graph import FLOAT_TYPES, GraphView, is_op
+from .linear import Cond, Lin, Look, axis, both, negate
+from .symbolic import Choice, Element, Symbolic, Unknown, truth
+
+#: Added to a score, this or less leaves nothing of its key.
+NOTHING = -9e3
+
+
+@dataclass(frozen=True)
+class MaskTerm:
+    """One mask in the graph. kind: "add" added to the scores, "keep" truths of the keys that count."""
+
+    kind: str
+    value: ir.Value
+
+
+@dataclass
+class Mask:
+    """What all masks of a block say together.
+
+    Attributes:
+        causal, window: in closed form; ``window`` 0 for none.
+        operand: a tensor that the op takes as mask, or None; ``keys_only``: it is [batch, keys].
+        is_bool: the operand holds truths.
+        nodes: what was explained.
+        notes: for the report.
+    """
+
+    causal: int = 0
+    window: int = 0
+    operand: ir.Value | None = None
+    keys_only: bool = False
+    is_bool: bool = False
+    nodes: set[ir.Node] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+class _NoClosedForm(Exception):
+    pass
+
+
+def read_masks(
+    view: GraphView,
+    symbolic: Symbolic,
+    terms: list[MaskTerm],
+    causal: bool,
+    offset: Lin,
+    tokens: Lin,
+) -> list[Mask]:
+    """Readings of a block's masks, likeliest first.
+
+    Args:
+        causal: the attention is causal by itself (an attribute).
+        offset: the first query's place among the keys.
+        tokens: how many queries there are.
+    """
+    found: list[Mask] = []
+    try:
+        found.append(_closed(view, symbolic, terms, causal, offset, tokens))
+    except _NoClosedForm:
+        pass
+    if not terms:
+        return found
+    if len(terms) == 1:
+        term = terms[0]
+        kept = as_truths(view, term)
+        if kept is not None:
+            value, nodes = kept
+            found.append(Mask(int(causal), 0, value, False, True, nodes, ["the mask stays an operand"]))
+        if term.value.dtype == ir.DataType.BOOL or term.value.dtype is None or term.value.dtype in FLOAT_TYPES:
+            is_bool = term.value.dtype == ir.DataType.BOOL
+            found.append(Mask(int(causal), 0, term.value, False, is_bool, set(), ["the mask stays an operand"]))
+    return found
+
+
+def as_truths(view: GraphView, term: MaskTerm) -> tuple[ir.Value, set[ir.Node]] | None:
+    """The truths that an added mask is made from: `Where(keep, 0, least)`, `(not keep) * least`."""
+    if term.kind != "add":
+        return None
+    nodes: set[ir.Node] = set()
+    value, inverted = term.value, False
+    for _ in range(12):
+        producer = value.producer()
+        if producer is None:
+            return None
+        nodes.add(producer)
+        if is_op(producer, "Where"):
+            yes, no = view.scalar(producer.inputs[1]), view.scalar(producer.inputs[2])
+            if yes == 0.0 and no is not None and no <= NOTHING and not inverted:
+                return (producer.inputs[0], nodes) if producer.inputs[0] is not None else None
+            return None
+        if is_op(producer, "Mul"):
+            least = view.scalar(producer.inputs[1])
+            source = producer.inputs[0]
+            if least is None:
+                least, source = view.scalar(producer.inputs[0]), producer.inputs[1]
+            if least is None or least > NOTHING or source is None:
+                return None
+            value, inverted = source, True
+        elif is_op(producer, "Cast", "Identity") and producer.inputs[0] is not None:
+            value = producer.inputs[0]
+            if value.dtype == ir.DataType.BOOL and inverted:
+                deny = value.producer()
+                if is_op(deny, "Not") and deny is not None and deny.inputs[0] is not None:
+                    nodes.add(deny)
+                    return deny.inputs[0], nodes
+                return None
+        elif is_op(producer, "Sub") and inverted and view.scalar(producer.inputs[0]) == 1.0:
+            cast = producer.inputs[1]
+            inner = None if cast is None else cast.producer()
+            if is_op(inner, "Cast") and inner is not None and inner.inputs[0] is not None:
+                if inner.inputs[0].dtype == ir.DataType.BOOL:
+                    nodes.add(inner)
+                    return inner.inputs[0], nodes
+            return None
+        else:
+            return None
+    return None
+
+
+def keeps(element: Element) -> Cond:
+    """Where an added mask is zero; elsewhere it must leave nothing."""
+    if isinstance(element, Choice):
+        yes, no = keeps(element.yes), keeps(element.no)
+        return both(
+            negate(both(element.cond, negate(yes))),
+            negate(both(negate(element.cond), negate(no))),
+        )
+    number = element.number if isinstance(element, Lin) else element if isinstance(element, float) else None
+    if number is None or not (number == 0 or number <= NOTHING):
+        raise _NoClosedForm
+    return Cond("true") if number == 0 else Cond("false")
+
+
+def _conditions(cond: Cond) -> list[Cond]:
+    return list(cond.parts) if cond.kind == "and" else [] if cond.kind == "true" else [cond]
+
+
+def _closed(view: GraphView, symbolic: Symbolic, terms: list[MaskTerm], causal: bool, offset: Lin, tokens: Lin) -> Mask:
+    found = Mask(int(causal))
+    looked: dict[tuple[ir.Value, bool], None] = {}
+    for term in terms:
+        constant = _frozen(view, term, offset, tokens)
+        if constant is not None:
+            _merge(found, *constant)
+            continue
+        try:
+            tensor = symbolic(term.value)
+        except Unknown:
+            raise _NoClosedForm from None
+        try:
+            cond = keeps(tensor.element) if term.kind == "add" else truth(tensor.element)
+        except Unknown:
+            raise _NoClosedForm from None
+        found.nodes |= symbolic.nodes_of(term.value)
+        for part in _conditions(cond):
+            _condition(view, found, part, offset, tokens, looked)
+    if len(looked) > 1:
+        raise _NoClosedForm
+    if looked:
+        value, is_bool = next(iter(looked))
+        found.operand, found.keys_only, found.is_bool = value, True, is_bool
+    if found.window and not found.causal:
+        raise _NoClosedForm
+    return found
+
+
+def _merge(found: Mask, causal: int, window: int) -> None:
+    found.causal |= causal
+    if window:
+        found.window = window if not found.window else min(window, found.window)
+
+
+def _truths(view: GraphView, value: ir.Value) -> ir.Value | None:
+    """The value, or what the graph makes of it, as truths."""
+    if value.dtype == ir.DataType.BOOL:
+        return value
+    for user in view.users(value):
+        if is_op(user, "Cast") and user.outputs[0].dtype == ir.DataType.BOOL:
+            return user.outputs[0]
+    return None
+
+
+def _condition(
+    view: GraphView,
+    found: Mask,
+    cond: Cond,
+    offset: Lin,
+    tokens: Lin,
+    looked: dict[tuple[ir.Value, bool], None],
+) -> None:
+    """One condition that a key must meet."""
+    query, key = (axis(2) if tokens.number != 1 else Lin(0)) + offset, axis(1)
+    if cond.kind == "le":
+        ahead = (cond.lin - (key - query)).number
+        behind = (cond.lin - (query - key)).number
+        if ahead == 0:  # key - query <= 0
+            found.causal = 1
+            return
+        if behind is not None and behind <= 0:  # query - key <= -behind
+            _merge(found, 0, 1 - behind)
+            return
+        if ahead is not None and ahead < 0 and tokens.number != 1:
+            raise _NoClosedForm  # it sees ahead
+    inner = cond.parts[0] if cond.kind == "not" else None
+    if inner is not None and inner.kind == "eq" and len(inner.lin.terms) == 1 and inner.lin.const == 0:
+        look, _ = inner.lin.terms[0]
+        if isinstance(look, Look) and len(look.index) == 2 and look.index[1] == key:
+            batch = look.index[0]
+            truths = _truths(view, look.value)
+            if batch in (Lin(0), axis(4)) and truths is not None:
+                looked[(truths, True)] = None
+                return
+    raise _NoClosedForm
+
+
+def _frozen(view: GraphView, term: MaskTerm, offset: Lin, tokens: Lin) -> tuple[int, int] | None:
+    """(causal, window) of a constant mask [..., tokens, keys] of a frozen graph."""
+    if not view.is_const(term.value) or offset.number is None or tokens.number is None:
+        return None
+    array = view.array(term.value)
+    if array is None or array.ndim < 2:
+        return None
+    if any(d != 1 for d in array.shape[:-2]):
+        return None
+    table = np.asarray(array).reshape(array.shape[-2:])
+    if table.dtype.kind != "b":
+        table = table.astype(np.float32)
+        if not np.all((table == 0) | (table <= NOTHING)):
+            return None
+        table = table == 0
+    rows, keys = table.shape
+    if rows not in (1, tokens.number) or (rows == 1 and tokens.number != 1):
+        return (0, 0) if bool(np.all(table)) else None
+    place = offset.number + np.arange(rows)[:, None]
+    at = np.arange(keys)[None, :]
+    if bool(np.all(table)):
+        return 0, 0
+    if np.array_equal(table, at <= place):
+        return 1, 0
+    window = int(table.sum(axis=-1).max())
+    if np.array_equal(table, (at <= place) & (at > place - window)):
+        return 1, window
+    return None

@@ -1,0 +1,218 @@
+"""The latent and the end of a block: norm, cache and packing before kv_b, gate and projection behind the attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ..cleanup.rms_norm import rms_norm_of
+from ..graph import GraphView, is_op
+from ..match import uncast
+from .core import Core
+from .flow import Join, join_of, unmoved, write_of
+
+
+@dataclass
+class Latent:
+    """The way to a kv_b layer's input.
+
+    Attributes:
+        raw: the new tokens' latent before its norm, or what stands where there is none.
+        joins: the cache.
+        weights, factor, epsilon: the norm that was taken in; ``epsilon`` None where none was.
+        nodes: the norm's nodes.
+    """
+
+    raw: ir.Value
+    joins: list[Join] = field(default_factory=list)
+    weights: list[ir.Value] = field(default_factory=list)
+    factor: float = 1.0
+    epsilon: float | None = None
+    nodes: set[ir.Node] = field(default_factory=set)
+
+    def norm_weight(self, rank: int, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+        """The norm's weight from the constants that make it."""
+        product = np.full(rank, self.factor, np.float64)
+        for array in arrays:
+            if array.size not in (1, rank):
+                return None
+            product = product * array.astype(np.float64).reshape(-1)
+        return product.astype(np.float32)
+
+
+def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
+    """Walk back from kv_b's input: moves, the cache, the norm."""
+    joins: list[Join] = []
+    while True:
+        value = unmoved(view, value)
+        producer = value.producer()
+        if producer is None:
+            break
+        join = join_of(view, producer) if is_op(producer, "Concat") else None
+        if join is None and is_op(producer, "ScatterND", "ScatterElements"):
+            join = write_of(view, producer)
+        if join is None:
+            break
+        joins.append(join)
+        value = join.new
+    plain = Latent(value, joins)
+    found = Latent(value, joins)
+    for _ in range(8):
+        value = uncast(unmoved(view, value)) or value
+        norm = rms_norm_of(value)
+        producer = value.producer()
+        if norm is not None:
+            if norm.weight is not None:
+                if not view.is_const(norm.weight):
+                    return plain
+                found.weights.append(norm.weight)
+            found.raw, found.epsilon = uncast(norm.x) or norm.x, norm.epsilon
+            found.nodes |= _between(view, found, joins[-1].new if joins else plain.raw)
+            return found
+        if not is_op(producer, "Mul") or producer is None:
+            return plain
+        a, b = producer.inputs
+        for data, other in ((a, b), (b, a)):
+            if data is not None and other is not None and view.is_const(other):
+                scalar = view.scalar(other)
+                if scalar is not None:
+                    found.factor *= scalar
+                else:
+                    found.weights.append(other)
+                value = data
+                break
+        else:
+            return plain
+    return plain
+
+
+def _between(view: GraphView, latent: Latent, end: ir.Value) -> set[ir.Node]:
+    """The nodes from a latent to ``end``."""
+    found: set[ir.Node] = set()
+    stack = [end]
+    while stack:
+        value = stack.pop()
+        producer = value.producer()
+        if value is latent.raw or producer is None or producer in found or view.is_const(value):
+            continue
+        found.add(producer)
+        stack += [v for v in producer.inputs if v is not None]
+    return found
+
+
+@dataclass
+class End:
+    """Where a block ends: ``x``, its axes from the attention's own, and the gate on the way."""
+
+    x: ir.Value
+    layout: str  # "BSC", "BHSD", "BSHD", "NC" (rows)
+    gate: ir.Value | None = None
+    weights: list[tuple[ir.Node, ir.Value]] = field(default_factory=list)
+    explained: set[ir.Node] = field(default_factory=set)
+
+
+def ends_of(view: GraphView, core: Core) -> list[End]:
+    """Ends of a block, the farthest first."""
+    found: list[End] = []
+    value, labels = core.o, _labels(core)
+    end = End(value, _layout(labels, value))
+    depends = {value}
+    for _ in range(16):
+        found.append(End(value, _layout(labels, value), end.gate, list(end.weights), set(end.explained)))
+        users = view.users(value)
+        if len(users) != 1 or value.is_graph_output():
+            break
+        user = users[0]
+        if view.is_linear(user):
+            break
+        if is_op(user, "Transpose"):
+            perm = user.attributes["perm"].as_ints() if "perm" in user.attributes else None
+            labels = None if labels is None or perm is None else "".join(labels[p] for p in perm)
+        elif is_op(user, "Reshape", "Flatten", "Squeeze", "Unsqueeze"):
+            labels = _reshaped(labels, value, user.outputs[0])
+        elif is_op(user, "Mul") and end.gate is None:
+            other = user.inputs[1] if user.inputs[0] is value else user.inputs[0]
+            gate = None if other is None else _gate(view, other)
+            if gate is None:
+                break
+            end.gate = gate[0]
+            end.explained |= gate[1] | {user}
+        elif is_op(user, "MatMul", "Einsum"):
+            weight = next((v for v in user.inputs if v is not None and view.is_const(v)), None)
+            if weight is None or weight.shape is None or len(weight.shape) < 3:
+                break
+            end.weights.append((user, weight))
+            labels = None
+        elif not is_op(user, "Cast", "Identity"):
+            break
+        value = user.outputs[0]
+        depends.add(value)
+    return found[::-1]
+
+
+def _labels(core: Core) -> str | None:
+    producer = core.o.producer()
+    rank = None if core.o.shape is None else len(core.o.shape)
+    if rank == 4 and not is_op(producer, "Einsum"):
+        return "BHSD"
+    return None
+
+
+def _reshaped(labels: str | None, before: ir.Value, after: ir.Value) -> str | None:
+    if labels is None or before.shape is None or after.shape is None:
+        return None
+    if len(after.shape) == len(labels):
+        return labels
+    return None
+
+
+def _layout(labels: str | None, value: ir.Value) -> str:
+    rank = 0 if value.shape is None else len(value.shape)
+    if rank == 4:
+        return labels if labels in ("BHSD", "BSHD") else "?"
+    return {3: "BSC", 2: "NC"}.get(rank, "?")
+
+
+def _gate(view: GraphView, value: ir.Value) -> tuple[ir.Value, set[ir.Node]] | None:
+    """The gate before its sigmoid, one number a token and head, and the nodes in between."""
+    nodes: set[ir.Node] = set()
+    for wanted in (True, False):  # before and behind the sigmoid
+        while (producer := value.producer()) is not None and producer.inputs:
+            source = producer.inputs[0]
+            if source is None or not is_op(
+                producer, "Unsqueeze", "Reshape", "Cast", "Identity", "Transpose", "Expand", "Squeeze"
+            ):
+                break
+            if not wanted and not is_op(producer, "Cast", "Identity"):
+                break
+            nodes.add(producer)
+            value = source
+        if wanted:
+            producer = value.producer()
+            if not is_op(producer, "Sigmoid") or producer is None or producer.inputs[0] is None:
+                return None
+            nodes.add(producer)
+            value = producer.inputs[0]
+    return value, nodes
+
+
+def linear_weight(view: GraphView, value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value, bool] | None:
+    """(node, input, weight, transposed) of the linear layer without bias that gives a value."""
+    producer = value.producer()
+    if producer is None or not is_op(producer, "MatMul", "Gemm"):
+        return None
+    weight = view.weight_of(producer)
+    if weight is None or weight is not producer.inputs[1] or producer.inputs[0] is None:
+        return None
+    transposed = False
+    if producer.op_type == "Gemm":
+        if len(producer.inputs) > 2 and producer.inputs[2] is not None:
+            return None
+        attributes = {n: a.value for n, a in producer.attributes.items()}
+        if attributes.get("alpha", 1.0) != 1.0 or attributes.get("transA", 0):
+            return None
+        transposed = bool(attributes.get("transB", 0))
+    return producer, producer.inputs[0], weight, transposed
