@@ -10,6 +10,8 @@
 #include "kda_kernel.h"
 #include "mla_binding.h"
 #include "mla_kernel.h"
+#include "moe_binding.h"
+#include "moe_kernel.h"
 #include "session.h"
 
 namespace deltafuse::ep {
@@ -43,6 +45,7 @@ const std::vector<FusedOp>& FusedOps() {
         MlaInput::kPastValue},
        {MlaOutput::kPresentLatent, MlaOutput::kPresentKRope, MlaOutput::kPresentLatentScale, MlaOutput::kPresentKey,
         MlaOutput::kPresentValue}},
+      {kMoeOpType, kMoeVersion, MoeRefusal, CreateFused<CreateMoeKernel>, {}, {}},
   };
   return ops;
 }
@@ -103,8 +106,9 @@ OrtStatus* AddFused(const KernelState& state, const FusedOp& op, OrtKernelRegist
   DF_RETURN_IF_ERROR(builder.Start({kDomain, op.op_type, op.version, op.version, op.create}));
   // Types are not constrained here: the schema that ORT makes for a call of a function has no type parameters to
   // constrain, so the op's refusal checks them.
-  DF_RETURN_IF_ERROR(state.api->ep->KernelDefBuilder_AddInputOutputMutableAliases(builder.def(), op.inputs.data(),
-                                                                                  op.outputs.data(), op.inputs.size()));
+  if (!op.inputs.empty())
+    DF_RETURN_IF_ERROR(state.api->ep->KernelDefBuilder_AddInputOutputMutableAliases(
+        builder.def(), op.inputs.data(), op.outputs.data(), op.inputs.size()));
   return builder.Add();
 }
 
