@@ -198,12 +198,12 @@ class _Body:
         if config.gate_activation == "sigmoid":
             o = b.mul(o, b.unsqueeze(b.op("Sigmoid", self.wide("gate")), 3))
         o = b.reshape(o, [0, 0, config.num_heads * config.v_head_dim])
-        results = {"o": b.op("Identity", o) if self.dtype == FLOAT else b.cast(o, self.dtype)}
+        results = {"o": o if self.dtype == FLOAT else b.cast(o, self.dtype)}
         nothing = b.const(np.zeros(0, np.float32))
         for name in formal_outputs(config)[1:]:
-            # a node of its own for each output: a function's output must not be a constant or another output
-            value = cached[name] if name in config.output_names() else None
-            results[name] = b.cast(nothing, self.dtype) if value is None else b.op("Identity", value)
+            value = cached[name] if name in config.output_names() else b.cast(nothing, self.dtype)
+            # A function's output must not be an input of it. Large caches are not copied otherwise.
+            results[name] = b.op("Identity", value) if value.producer() is None else value
         # Up to the last output that is asked for: a call must name as many outputs as its function has, and trailing
         # omitted ones are lost when a model is written.
         for name, output in results.items():
