@@ -116,6 +116,7 @@ class FusePass(Pass):
 
     def _place(self, view: GraphView, place: Place, prover: Prover) -> tuple[RegionReport | None, Accepted | None]:
         region = RegionReport(self.op.key, place.name, "refused", region_size(place.region), place.form)
+        region.members = members_of(place.region)
         found = self.candidates(view, place, prover, region)
         if found is None:
             return None, None
@@ -149,6 +150,7 @@ class FusePass(Pass):
     def _describe(self, region: RegionReport, candidate: Candidate, proof: ProofReport | None) -> None:
         region.status = ("fused" if proof is not None else "fused-unproved") if self.apply else "recognised"
         region.refusal = None
+        region.members = members_of(candidate.region)
         region.config = candidate.op.describe(candidate)
         region.absorbed, region.not_absorbed = candidate.absorbed, candidate.not_absorbed
         region.proof = proof
@@ -168,6 +170,14 @@ def region_size(region: Region) -> int:
         for graph in subgraphs_of(node):
             stack.extend(graph)
     return total
+
+
+def members_of(region: Region) -> list[tuple[str, str, tuple[str, ...]]]:
+    """The region's nodes for the report: op, name, names of outputs."""
+    return [
+        (f"{n.domain}::{n.op_type}" if n.domain else n.op_type, n.name or "", tuple(v.name or "" for v in n.outputs))
+        for n in region.nodes
+    ]
 
 
 def rounds_inside(candidate: Candidate) -> bool:

@@ -53,6 +53,8 @@ class RegionReport:
     not_absorbed: list[Refusal] = field(default_factory=list)
     proof: ProofReport | None = None
     notes: list[str] = field(default_factory=list)  # repairs and remarks
+    #: The region's nodes, as clean-up left them: op, name, names of outputs. Not part of :meth:`FusionReport.to_dict`.
+    members: list[tuple[str, str, tuple[str, ...]]] = field(default_factory=list, repr=False)
 
 
 @dataclass
@@ -98,12 +100,20 @@ class FusionReport:
         return sum(1 for r in self.regions if r.op == op and r.status.startswith("fused"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the model, as JSON-ready data."""
+        """Everything but the model and the regions' nodes, as JSON-ready data."""
         model, self.model = self.model, None
+        members = [region.members for region in self.regions]
+        for region in self.regions:
+            region.members = []
         try:
-            return {name: value for name, value in asdict(self).items() if name != "model"}
+            found = {name: value for name, value in asdict(self).items() if name != "model"}
         finally:
             self.model = model
+            for region, nodes in zip(self.regions, members, strict=True):
+                region.members = nodes
+        for entry in found["regions"]:
+            del entry["members"]
+        return found
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON text; what is not a finite number becomes null."""
