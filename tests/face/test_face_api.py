@@ -49,7 +49,7 @@ def test_path_to_path(pipeline: FakePipeline, path: Path, tmp_path: Path) -> Non
     properties = {p.key: p.value for p in onnx.load(tmp_path / "out.onnx").metadata_props}
     assert properties == {
         "author": "somebody",
-        "deltafuse.version": "0.1.0",
+        "deltafuse.version": deltafuse.__version__,
         "deltafuse.target": "plugin",
         "deltafuse.verified": "true",
         "deltafuse.fused": ", ".join(f"{op}={2 if op == 'kda' else 0}" for op in OPS),
