@@ -13,10 +13,13 @@ from deltafuse.custom_ops.mla.call import make_node
 from deltafuse.custom_ops.mla.draw import CASES, TABLE_ROWS, draw_inputs
 from deltafuse.custom_ops.mla.reference import errors, tolerance
 from deltafuse.custom_ops.mla.spec import ATTRIBUTES, INPUTS, MlaConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, RuntimeException
 
 from .configs import CONFIGS, FULL
 from .onnx_call import TYPES, Arrays, call_model, run, session
+from .strategies import Drawn, calls
 
 LENGTHS = (1, 2, 7, 40)
 
@@ -36,6 +39,16 @@ def test_every_case_and_length(name: str) -> None:
             running = running or session(call_model(config, inputs))
             allowed = tolerance("body", "float32", case, config.cache_type)
             assert_close(config, inputs, run(running, config, inputs), allowed, (case, tokens))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(call=calls(tokens=30, fewest=1), opset=st.sampled_from([19, 21, 23]), known=st.booleans())
+def test_anything(call: Drawn, opset: int, known: bool) -> None:
+    config, inputs = call.config, call.inputs()
+    model = call_model(config, inputs, opset, call.dtype, seq_len=call.tokens if known else None)
+    got = run(session(model), config, inputs)
+    allowed = tolerance("body", call.dtype, call.case, config.cache_type)
+    assert_close(config, inputs, got, allowed, call)
 
 
 @pytest.mark.parametrize("opset", [18, 19, 20, 21, 23, 24, 26])

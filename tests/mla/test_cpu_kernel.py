@@ -13,13 +13,14 @@ import pytest
 from deltafuse.custom_ops.mla.draw import CASES, DTYPES, TABLE_ROWS, draw_inputs
 from deltafuse.custom_ops.mla.quantize import FLOAT8
 from deltafuse.custom_ops.mla.reference import errors, reference, relative_error, tolerance
-from deltafuse.custom_ops.mla.spec import CACHE_TYPES, ROPES, MlaConfig
+from deltafuse.custom_ops.mla.spec import MlaConfig
 from deltafuse.errors import DeltaFuseError
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .configs import BARE, CONFIGS, FULL, STATIC
 from .cpu_library import Arrays, CpuKernel, compile_library, empty_outputs, fill
+from .strategies import Drawn, calls
 
 LENGTHS = (1, 2, 5, 70)
 BASELINE, AVX2, BEST = 1, 2, 0
@@ -76,95 +77,14 @@ def test_every_instruction_set(kernel: CpuKernel, limit: int) -> None:
 
 
 @settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    sizes=st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(0, 12), st.integers(1, 70), st.integers(1, 140)),
-    batch=st.integers(1, 4),
-    tokens=st.integers(0, 80),
-    room=st.integers(0, 90),
-    rope=st.sampled_from(ROPES),
-    cache=st.sampled_from(["none", "latent", "latent", "paged", "expanded"]),
-    cache_type=st.sampled_from(CACHE_TYPES),
-    window=st.sampled_from([0, 0, 1, 5, 64]),
-    mask=st.sampled_from(["", "", "T", "float32", "bool"]),
-    flags=st.tuples(*[st.booleans()] * 11),
-    dtype=st.sampled_from(list(DTYPES)),
-    case=st.sampled_from(CASES),
-    block_size=st.sampled_from([1, 7, 16, 64]),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 1000),
-)
-def test_anything(
-    kernel: CpuKernel,
-    sizes: tuple[int, int, int, int, int],
-    batch: int,
-    tokens: int,
-    room: int,
-    rope: str,
-    cache: str,
-    cache_type: str,
-    window: int,
-    mask: str,
-    flags: tuple[bool, ...],
-    dtype: str,
-    case: str,
-    block_size: int,
-    threads: int,
-    seed: int,
-) -> None:
-    heads, nope, width, wide, rank = sizes
-    past, static, norm, ids, gate, q_scale, packed, packed_cache, half, shared, causal = flags
-    paged = cache == "paged"
-    cache = "latent" if paged else cache
-    past = (past or paged) and cache != "none"
-    static = past and (static or paged)
-    packed_cache = packed_cache and cache == "latent" and width > 0
-    if rope != "none":
-        width = 2 * (width // 2) or 2
-    config = MlaConfig(
-        heads,
-        nope,
-        width,
-        wide,
-        rank,
-        scale=(nope + width) ** -0.5,
-        rope=rope,
-        causal=causal or window > 0,
-        window=window,
-        gate_activation="sigmoid" if gate else "none",
-        cache=cache,
-        cache_type=cache_type if past and cache == "latent" and not packed_cache else "same",
-        packed_latent=packed and width > 0,
-        packed_cache=packed_cache and width > 0,
-        has_kv_norm=norm,
-        has_position_ids=ids and rope != "none",
-        cos_width=0 if rope == "none" else width // 2 if half else width,
-        has_q_scale=q_scale,
-        has_past=past,
-        static_cache=static,
-        paged=paged,
-        has_mask=bool(mask),
-        bool_mask=mask == "bool",
-        has_present=cache != "none",
-    )
-    if static:
-        room += tokens
-    inputs = draw_inputs(
-        config,
-        batch,
-        tokens,
-        room if past else 0,
-        np.random.default_rng(seed),
-        case,
-        dtype,
-        mask_dtype="float32" if mask == "float32" else "",
-        lengths_dtype="int64" if seed % 2 else "int32",
-        block_size=block_size,
-        shared=shared,
-    )
-    got = kernel.run(config, inputs, threads=threads, in_place=bool(seed % 3))
-    assert_close(config, inputs, got, tolerance("cpu", dtype, case, config.cache_type), config)
+@given(call=calls(), threads=st.integers(1, 3), in_place=st.booleans())
+def test_anything(kernel: CpuKernel, call: Drawn, threads: int, in_place: bool) -> None:
+    inputs = call.inputs()
+    got = kernel.run(call.config, inputs, threads=threads, in_place=in_place)
+    allowed = tolerance("cpu", call.dtype, call.case, call.config.cache_type)
+    assert_close(call.config, inputs, got, allowed, call)
 
 
 def test_long_caches_are_split(kernel: CpuKernel) -> None:
