@@ -15,7 +15,7 @@ from deltafuse.custom_ops.mla.quantize import FLOAT8
 from deltafuse.custom_ops.mla.reference import errors, reference, relative_error, tolerance
 from deltafuse.custom_ops.mla.spec import MlaConfig
 from deltafuse.errors import DeltaFuseError
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from .configs import BARE, CONFIGS, FULL, STATIC
