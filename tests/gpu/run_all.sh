@@ -107,7 +107,7 @@ sanitizer() { # NAME TOOL COMMAND...
 for chosen in $steps; do
   case $chosen in
     kernels) step kernels 500 "${tests[@]}" tests/gpu/test_kda_cuda.py ;;
-    ep) step ep 420 "${tests[@]}" tests/gpu/test_ep_cuda.py tests/gpu/test_ep_life_cuda.py ;;
+    ep) step ep 420 "${tests[@]}" tests/gpu/test_ep_cuda.py tests/gpu/test_ep_mla_cuda.py tests/gpu/test_ep_life_cuda.py ;;
     plugin) # beside a CUDA plugin EP, in a process of its own: what is registered stays
       if [ -z "$cuda_plugin" ]; then
         say "plugin: skipped, ORT_CUDA_PLUGIN_EP_PATH names no CUDA plugin EP"
