@@ -141,6 +141,6 @@ def test_a_fault_of_a_run_that_does_not_wait_is_told_by_the_next() -> None:
         binding.bind_output(name, "cuda")
     running.run_with_iobinding(binding, options)
     torch.cuda.synchronize()
-    with pytest.raises(Exception, match="an earlier run: LatentAttention node 'mla': .*cache_lengths"):
+    with pytest.raises(Exception, match=r"an earlier run: LatentAttention node 'mla': .*cache_lengths"):
         run(running, STATIC, inputs)
     assert_close(STATIC, inputs, run(running, STATIC, inputs), tolerance("cuda", "float32"), "after it")
