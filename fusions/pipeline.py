@@ -13,6 +13,7 @@ from .cleanup import cleanup_passes
 from .fuse import FusePass
 from .kda.fuse import FuseKda
 from .mla.fuse import FuseMla
+from .moe.fuse import FuseMoe
 from .passes import Pass, PassManager, Progress
 from .proof import ProofBudget
 from .result import FusionReport, PassReport
@@ -20,7 +21,7 @@ from .rewrite import remove_unused
 
 TARGETS = ("plugin", "portable")
 #: The ops' passes, in the order in which they run.
-FUSERS: tuple[type[FusePass], ...] = (FuseKda, FuseMla)
+FUSERS: tuple[type[FusePass], ...] = (FuseKda, FuseMla, FuseMoe)
 
 
 class InlineFunctions(Pass):

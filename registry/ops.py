@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..custom_ops.kda import spec as kda
 from ..custom_ops.mla import spec as mla
+from ..custom_ops.moe import spec as moe
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ OPS: dict[str, Op] = {
         version=mla.VERSION,
         spec="custom_ops.mla.spec",
         summary="multi-head latent attention, with or without an output gate",
+    ),
+    "moe": Op(
+        key="moe",
+        domain=moe.DOMAIN,
+        op_type=moe.OP_TYPE,
+        version=moe.VERSION,
+        spec="custom_ops.moe.spec",
+        summary="mixture of experts: group-limited routing, quantized experts, shared expert",
     ),
 }
 

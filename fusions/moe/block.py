@@ -89,7 +89,9 @@ def expert_sizes(routed: Routed, router: Router) -> Refusal | tuple[int, int]:
         found.add((mlp.down.width, rows, mlp.down.depth, *sorted(depths)))
         for layer in (mlp.down, mlp.gate.linear):
             if layer.expert is not None and layer.seen.shape[layer.expert] != router.experts:
-                return Refusal("experts", f"weights of {layer.seen.shape[layer.expert]} experts, a router of {router.experts}")
+                return Refusal(
+                    "experts", f"weights of {layer.seen.shape[layer.expert]} experts, a router of {router.experts}"
+                )
     if len(found) != 1 or len(next(iter(found))) != 4:
         return Refusal("geometry", "experts of different sizes")
     hidden, rows, depth, width = found.pop()
@@ -116,7 +118,9 @@ def matrix_parameters(name: str, slabs: Slabs, kind: str, zero: bool, dtype: ir.
     cols = slabs[0][0].seen.shape[slabs[0][0].into]
     experts = len(slabs) if len(slabs) > 1 else slabs[0][0].seen.shape[slabs[0][0].expert] if stacked else None  # type: ignore[index]
     lead = () if experts is None else (experts,)
-    form = repr([[(s.expert, s.out, s.into, s.rows, s.seen.axes, [p.picks for p in s.seen.parts]) for s in p] for p in slabs])
+    form = repr(
+        [[(s.expert, s.out, s.into, s.rows, s.seen.axes, [p.picks for p in s.seen.parts]) for s in p] for p in slabs]
+    )
     noise = cols**-0.5
     found: dict[str, Parameter] = {}
 

@@ -42,9 +42,7 @@ def _ends(size: int, each: int, unit: int) -> tuple[int, ...]:
     return (*range(count), *range(last, size))
 
 
-def shrink(
-    view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapping[ir.Value, np.ndarray]
-) -> Shrunk:
+def shrink(view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapping[ir.Value, np.ndarray]) -> Shrunk:
     """Cut a block down to a few hidden and intermediate channels.
 
     Raises:
@@ -75,12 +73,12 @@ def shrink(
         name: tuple(tuple(_cut_slab(s, axes[name][0], kept) for s in pieces) for pieces in matrix)
         for name, matrix in candidate.slabs.items()
     }
-    small = replace(
-        config, hidden_size=len(hidden), intermediate_size=len(inter), shared_intermediate_size=len(shared)
-    )
+    small = replace(config, hidden_size=len(hidden), intermediate_size=len(inter), shared_intermediate_size=len(shared))
     part = replace(candidate, config=small, slabs=slabs)
     part.parameters = _parameters(part)
-    part.results = {n: replace(r, reshape=_reshaped(r.reshape, config.hidden_size, len(hidden))) for n, r in part.results.items()}
+    part.results = {
+        n: replace(r, reshape=_reshaped(r.reshape, config.hidden_size, len(hidden))) for n, r in part.results.items()
+    }
     drawn = Drawn(part, 20261130, dims)
     x = candidate.operands["x"].pieces[0].value
     rank = len(x.shape or ())

@@ -82,9 +82,9 @@ def is_clear(config: MoeConfig, made: Design, logits: np.ndarray) -> np.ndarray:
     if config.topk_group < config.n_group:
         by_group = choice.reshape(len(choice), config.n_group, -1)
         best = -np.sort(-by_group, axis=-1)[..., : config.group_top]
-        order = np.take_along_axis(
-            size.reshape(by_group.shape), largest(by_group, config.group_top), axis=-1
-        ).sum(axis=-1)
+        order = np.take_along_axis(size.reshape(by_group.shape), largest(by_group, config.group_top), axis=-1).sum(
+            axis=-1
+        )
         totals = best.sum(axis=-1)
         # groups with the same choices tie in any arithmetic
         clear &= _decided(totals, order, config.topk_group)

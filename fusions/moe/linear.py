@@ -154,7 +154,9 @@ def _weights(r: Reader, value: ir.Value | None) -> _Weights | None:
 
 
 def _gathered(r: Reader, value: ir.Value) -> _Weights | None:
-    node = r.node(value, "Gather", "GatherND", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Cast", "DequantizeLinear")
+    node = r.node(
+        value, "Gather", "GatherND", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Cast", "DequantizeLinear"
+    )
     if node is None or node.inputs[0] is None:
         return None
     source = node.inputs[0]

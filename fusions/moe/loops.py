@@ -208,9 +208,7 @@ def _taken(r: Reader, router: Router, value: ir.Value | None, places: Places) ->
     return node.inputs[0]
 
 
-def _update(
-    r: Reader, router: Router, value: ir.Value, places: Places
-) -> tuple[Mlp, Weighting, list[ir.Value]] | None:
+def _update(r: Reader, router: Router, value: ir.Value, places: Places) -> tuple[Mlp, Weighting, list[ir.Value]] | None:
     node = r.node(r.moved(value), "Mul")
     if node is None:
         return None
@@ -327,5 +325,3 @@ def _filled_rows(
     if sorted(experts) != list(range(router.experts)) or current is None or not r.is_filled(current, 0.0):
         return None
     return tuple(experts[i] for i in range(router.experts)), tuple(inputs)
-
-

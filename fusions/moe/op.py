@@ -85,7 +85,9 @@ class MoeOp(FusedOp):
         if "router_logits" in candidate.operands:
             logits = made.logits(config, x)
             given = candidate.operands["router_logits"].pieces[0].value.shape
-            drawn["router_logits"] = logits.reshape(batch, count, -1) if given is not None and len(given) == 3 else logits
+            drawn["router_logits"] = (
+                logits.reshape(batch, count, -1) if given is not None and len(given) == 3 else logits
+            )
         return {name: array.astype(np.float32) for name, array in drawn.items()}
 
     def reference(self, candidate: Candidate, inputs: Arrays) -> Arrays:

@@ -144,7 +144,9 @@ class Reader:
         if array is not None:
             flat = array.reshape(-1)
             return float(flat[0]) if flat.size and bool(np.all(flat == flat[0])) else None
-        producer = self.node(value, "ConstantOfShape", "Expand", "Cast", "CastLike", "Identity", "Reshape", "Unsqueeze", "Tile")
+        producer = self.node(
+            value, "ConstantOfShape", "Expand", "Cast", "CastLike", "Identity", "Reshape", "Unsqueeze", "Tile"
+        )
         if producer is None:
             return None
         if producer.op_type == "ConstantOfShape":

@@ -35,9 +35,7 @@ from .slabs import Slab
 from .tail import End, read_ends
 
 #: Ops that compute shapes and nothing else.
-_SHAPES = frozenset(
-    "Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split()
-)
+_SHAPES = frozenset("Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split())
 
 #: Ops whose result's shape hangs on values.
 _SIZED_BY_VALUES = ("Compress", "If", "Loop", "NonZero", "Range", "Scan", "Unique")
@@ -49,7 +47,7 @@ def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
     assert reader is not None
     assert router is not None
     routed: Routed | None = None
-    for value in cuts(view, router.topk):
+    for value in cuts(view, site.order, router.topk):
         routed = reader.attempt(read_routed, router, value)
         if routed is not None:
             return _candidates(view, site, reader, router, routed, value)

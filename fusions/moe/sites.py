@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -19,24 +19,26 @@ MAX_CUTS = 24
 
 @dataclass
 class Site(Place):
-    """A router."""
+    """A router, what was read of it, and the graph's nodes in order."""
 
     router: Router | None = None
     reader: Reader | None = None
+    order: list[ir.Node] = field(default_factory=list)
 
 
 def find_sites(view: GraphView) -> list[Site]:
     """All routers, in graph order."""
     found = []
-    for node in view.graph:
+    order = list(view.graph)
+    for node in order:
         if not is_op(node, "TopK") or node.outputs[1].uses() == () or view.is_const(node.outputs[0]):
             continue
         reader = Reader(view)
         router = read_router(reader, node)
         if router is not None:
             name = scope_of(node) or node.name or f"node {view.position[node]}"
-            region = Region([], [n for n in view.graph if n in reader.marks], [])
-            found.append(Site(name, "", region, [node], router, reader))
+            region = Region([], sorted(reader.marks.all(), key=view.position.__getitem__), [])
+            found.append(Site(name, "", region, [node], router, reader, order))
     return found
 
 
@@ -48,15 +50,15 @@ def scope_of(node: ir.Node) -> str:
     return module.rpartition(".")[0] or module
 
 
-def cuts(view: GraphView, start: ir.Node) -> Iterator[ir.Value]:
+def cuts(view: GraphView, order: list[ir.Node], start: ir.Node) -> Iterator[ir.Value]:
     """Float values that all influence of a node's results passes through, in graph order.
 
     Results that leave the graph on the way do not count: they stay in it.
     """
     waiting: dict[ir.Value, set[ir.Node]] = {v: users for v in start.outputs if (users := set(view.users(v)))}
     passed = 0
-    nodes = sorted(view.position, key=view.position.__getitem__)
-    for node in nodes[view.position[start] + 1 :]:
+    for place in range(view.position[start] + 1, len(order)):
+        node = order[place]
         read = [v for v in view.inputs_of(node) if v in waiting]
         if not read:
             continue

@@ -38,7 +38,11 @@ class Slab:
     @staticmethod
     def of(linear: Linear, rows: tuple[int, ...] | None = None) -> Slab:
         return Slab(
-            linear.seen, linear.expert, linear.out, linear.into, rows if rows is not None else tuple(range(linear.width))
+            linear.seen,
+            linear.expert,
+            linear.out,
+            linear.into,
+            rows if rows is not None else tuple(range(linear.width)),
         )
 
     @property
@@ -129,7 +133,9 @@ def _spread(
     if array.ndim != rank:
         return None
     if quantized.block and quantized.axis != into:
-        array = np.take(np.repeat(array, quantized.block, axis=quantized.axis), range(shape[quantized.axis]), quantized.axis)
+        array = np.take(
+            np.repeat(array, quantized.block, axis=quantized.axis), range(shape[quantized.axis]), quantized.axis
+        )
     block = quantized.block if quantized.axis == into else 0
     target = [array.shape[i] if i == into else shape[i] for i in range(rank)]
     array = np.broadcast_to(array, target)
@@ -156,7 +162,9 @@ def block_of(slab: Slab) -> int:
     return 1 if len(dims) == 1 and dims[0] > 1 and part.quantized.axis == axis else 0
 
 
-def joined(slabs: Sequence[Sequence[Slab]], arrays: Arrays, read: Callable[[Slab, Arrays], np.ndarray | None]) -> np.ndarray | None:
+def joined(
+    slabs: Sequence[Sequence[Slab]], arrays: Arrays, read: Callable[[Slab, Arrays], np.ndarray | None]
+) -> np.ndarray | None:
     """Matrices of all experts: for each expert its slabs one below the other; a single entry holds them all."""
     found: list[np.ndarray] = []
     for pieces in slabs:

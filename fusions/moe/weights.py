@@ -81,9 +81,7 @@ def _chosen(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
     return None
 
 
-def _normalised(
-    r: Reader, router: Router, value: ir.Value | None, total: ir.Value | None
-) -> Weighting | None:
+def _normalised(r: Reader, router: Router, value: ir.Value | None, total: ir.Value | None) -> Weighting | None:
     inner = read_weighting(r, router, value)
     if inner is None or inner.norm or inner.scale == 0.0:
         return None

@@ -12,10 +12,10 @@ import torch
 from torch.export import Dim
 
 from .moe_quantized import quantized
-from .moe_side import Block, D
+from .moe_side import Block, D, HalfRouter, Hashed, Layers, coarse
 from .torch_side import export, fill
 
-S = Dim("S", min=2, max=256)
+S, B = Dim("S", min=2, max=256), Dim("B", min=2, max=16)
 BEFORE, AFTER = ("before", 0.4), ("after", 0.25)
 
 #: name -> (style, what Block takes). Every style once with the default router, then routers and experts that differ.
@@ -57,6 +57,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_relu2_plain": ("dense_eq", {"mlp": {"act": "relu2", "form": "plain"}}),
     "moe_clamp_before": ("gather", {"mlp": {"clamp": BEFORE}}),
     "moe_clamp_after": ("dense", {"mlp": {"clamp": AFTER}}),
+    "moe_few_kept": ("gather", {"router": {"groups": (4, 1)}}),
+    "moe_few_kept_zero": ("stacked", {"router": {"groups": (4, 1), "fill": 0.0}}),
+    "moe_gather_turned": ("gather_turned", {}),
+    "moe_routing_shown": ("gather", {"shown": True}),
     "moe_dense_interleaved": ("where_rows", {"mlp": {"form": "interleaved"}}),
     "moe_dense_joined": ("dense_onehot", {"mlp": {"form": "joined"}, "shared": "gated"}),
 }
@@ -64,14 +68,14 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def block(name: str) -> None:
     style, settings = BLOCKS[name]
-    module = fill(Block(style, **settings))
+    module = coarse(fill(Block(style, **settings)))
     x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
     export(
         module,
         (x,),
         name,
         dynamic=({1: S},),
-        names=(["x"], ["y"]),
+        names=(["x"], ["y", "ids", "weights"] if settings.get("shown") else ["y"]),
         made=f"torch.onnx.export of a hand-written MoE, {style}",
         kda=0,
         moe=1,
@@ -82,7 +86,7 @@ def block(name: str) -> None:
 
 def half(name: str, dtype: torch.dtype, opset: int, **settings: Any) -> None:
     """A half-precision model with a float32 router."""
-    module = fill(Block(settings.pop("style", "gather"), **settings)).to(dtype)
+    module = coarse(fill(Block(settings.pop("style", "gather"), **settings))).to(dtype)
     for part in (module.gate.weight, module.gate.e_score_correction_bias):
         part.data = part.data.float()
     x = torch.randn(1, 5, D, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -115,23 +119,35 @@ def variants(wanted: list[str]) -> None:
         "moe_gather_one_token": ("gather", (x[:, :1],), {}),
         "moe_where_batch2": ("where_rows", (x.repeat(2, 1, 1),), {}),
         "moe_gather_rows": ("gather", (x[0],), dict(dynamic=({0: S},), bindings=[{"S": 3}, {"S": 17}])),
+        "moe_gather_dynbatch": (
+            "gather",
+            (x.repeat(2, 1, 1),),
+            dict(dynamic=({0: B, 1: S},), bindings=[{"B": 2, "S": 3}, {"B": 5, "S": 7}]),
+        ),
         "moe_legacy_stacked": ("stacked", (x,), dict(legacy=True, opset=18)),
         "moe_legacy_gather": ("gather", (x,), dict(legacy=True, opset=18)),
         "moe_legacy_where": ("where", (x,), dict(legacy=True, opset=18)),
     }
     for name, (style, args, more) in steps.items():
         if not wanted or name in wanted:
-            export(fill(Block(style)), args, name, made=f"torch.onnx.export of a hand-written MoE, {style}", **common, **more)
+            export(
+                coarse(fill(Block(style))),
+                args,
+                name,
+                made=f"torch.onnx.export of a hand-written MoE, {style}",
+                **common,
+                **more,
+            )
 
 
 #: name -> (style, what `quantized` takes).
 QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
-    "moe_int4_gather": ("gather", {"kind": "int4", "block": 16}),
+    "moe_int4_gather": ("gather", {"kind": "int4", "block": 8}),
     "moe_uint4_stacked": ("stacked", {"kind": "uint4", "block": 8, "zero_point": True}),
     "moe_int8_where": ("where", {"kind": "int8"}),
     "moe_uint8_dense": ("dense", {"kind": "uint8", "zero_point": True}),
-    "moe_int4_dense": ("dense", {"kind": "int4", "block": 16}),
-    "moe_float8_stacked_matmul": ("stacked_matmul", {"kind": "float8", "block": 16}),
+    "moe_int4_dense": ("dense", {"kind": "int4", "block": 8}),
+    "moe_float8_stacked_matmul": ("stacked_matmul", {"kind": "float8", "block": 8}),
     "moe_int8_tensor_stacked": ("stacked", {"kind": "int8", "per": "tensor"}),
 }
 
@@ -140,7 +156,7 @@ def already_quantized(name: str) -> None:
     style, settings = QUANTIZED[name]
     x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
     export(
-        fill(Block(style)),
+        coarse(fill(Block(style))),
         (x,),
         name,
         dynamic=({1: S},),
@@ -155,6 +171,46 @@ def already_quantized(name: str) -> None:
     )
 
 
+def others(wanted: list[str]) -> None:
+    """Two layers in one graph, a router in 16 bits, and blocks that are refused: moe=0."""
+    x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
+    refused = ("moe", "refused")
+    steps: dict[str, Any] = {
+        "moe_two_layers": (Layers(), (x,), dict(moe=2, tags=("moe", "hand-written"))),
+        "moe_half_logits": (HalfRouter(False).half(), (x.half(),), dict(moe=1, tags=("moe",), tolerance=5e-3)),
+        "moe_half_scores": (HalfRouter(True).half(), (x.half(),), dict(moe=0, tags=refused, tolerance=5e-3)),
+        "moe_biased_experts": (Block("dense", mlp={"bias": True}), (x,), dict(moe=0, tags=refused)),
+        "moe_zero_experts": (Block("zero_experts"), (x,), dict(moe=0, tags=refused)),
+    }
+    for name, (module, args, more) in steps.items():
+        if not wanted or name in wanted:
+            export(
+                coarse(fill(module)),
+                args,
+                name,
+                dynamic=({1: S},),
+                names=(["x"], ["y"]),
+                made=f"torch.onnx.export of a hand-written MoE: {name.removeprefix('moe_').replace('_', ' ')}",
+                kda=0,
+                bindings=[{"S": 3}, {"S": 17}],
+                **more,
+            )
+    if not wanted or "moe_hashed" in wanted:
+        tokens = torch.randint(0, 60, (1, 6), generator=torch.Generator().manual_seed(4))
+        export(
+            coarse(fill(Hashed())),
+            (x, tokens),
+            "moe_hashed",
+            dynamic=({1: S}, {1: S}),
+            names=(["x", "tokens"], ["y"]),
+            made="torch.onnx.export of a hand-written MoE: experts by a table over token ids",
+            kda=0,
+            moe=0,
+            bindings=[{"S": 3}, {"S": 17}],
+            tags=refused,
+        )
+
+
 if __name__ == "__main__":
     chosen = sys.argv[1:]
     for each in BLOCKS:
@@ -165,6 +221,7 @@ if __name__ == "__main__":
     if not chosen or "moe_bf16" in chosen:
         half("moe_bf16", torch.bfloat16, 20, style="stacked")
     variants(chosen)
+    others(chosen)
     for each in QUANTIZED:
         if not chosen or each in chosen:
             already_quantized(each)

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from .moe_side import coarse
 from .torch_side import export, fill
 
 S = Dim("S", min=2, max=256)
 SMALL: dict[str, Any] = dict(
-    hidden_size=32,
-    intermediate_size=24,
-    moe_intermediate_size=16,
+    hidden_size=24,
+    intermediate_size=16,
+    moe_intermediate_size=8,
     num_hidden_layers=2,
     num_attention_heads=2,
     num_key_value_heads=2,
@@ -32,8 +33,8 @@ SMALL: dict[str, Any] = dict(
     topk_group=2,
     norm_topk_prob=True,
     routed_scaling_factor=2.5,
-    shared_expert_intermediate_size=24,
-    moe_shared_expert_intermediate_size=24,
+    shared_expert_intermediate_size=16,
+    moe_shared_expert_intermediate_size=16,
     vocab_size=64,
     pad_token_id=0,
 )
@@ -48,7 +49,12 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "dots1": ("dots1", "Dots1MoE", "Dots1Config", {}),
     "exaone": ("exaone_moe", "ExaoneMoeSparseMoEBlock", "ExaoneMoeConfig", {}),
     "nemotron": ("nemotron_h", "NemotronHMoE", "NemotronHConfig", {"mlp_hidden_act": "relu2", "mlp_bias": False}),
-    "nemotron_latent": ("nemotron_h", "NemotronHMoE", "NemotronHConfig", {"moe_latent_size": 16}),
+    "nemotron_latent": (
+        "nemotron_h",
+        "NemotronHMoE",
+        "NemotronHConfig",
+        {"moe_latent_size": 16, "mlp_hidden_act": "relu2", "mlp_bias": False},
+    ),
     "mistral4": ("mistral4", "Mistral4MoE", "Mistral4Config", {}),
     "mimo": ("mimo_v2_flash", "MiMoV2FlashMoE", "MiMoV2FlashConfig", {}),
     "minimax_m2": ("minimax_m2", "MiniMaxM2SparseMoeBlock", "MiniMaxM2Config", {}),
@@ -57,8 +63,6 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "lfm2": ("lfm2_moe", "Lfm2MoeSparseMoeBlock", "Lfm2MoeConfig", {}),
     "afmoe": ("afmoe", "AfmoeSparseMoeBlock", "AfmoeConfig", {}),
     "hy_v4": ("hy_v4", "HYV4MoE", "HYV4Config", {}),
-    "longcat": ("longcat_flash", "LongcatFlashMoE", "LongcatFlashConfig", {}),
-    "step3p7": ("step3p7", "Step3p7SparseMoeBlock", "Step3p7Config", {}),
     "mixtral": ("mixtral", "MixtralSparseMoeBlock", "MixtralConfig", {}),
 }
 
@@ -83,12 +87,11 @@ def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **
     try:
         config = config_class(**{**SMALL, **changes})
         config._experts_implementation = experts
-        arguments = (config, 1) if name in ("step3p7",) else (config,)
-        built = fill(Alone(module(*arguments)))
+        built = coarse(fill(Alone(module(config))))
     except Exception as reason:
         print(f"moe_{name}: not built: {type(reason).__name__}: {reason}", flush=True)
         return
-    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(3))
     export(
         built,
         (x,),
@@ -99,11 +102,10 @@ def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **
         kda=0,
         moe=moe,
         bindings=[{"S": 3}, {"S": 17}],
-        tags=("moe", "transformers"),
         **more,
     )
 
 
 if __name__ == "__main__":
     for each in sys.argv[1:] or MODELS:
-        make(each)
+        make(each, moe=int(each != "ernie"), tags=("moe", "refused") if each == "ernie" else ("moe", "transformers"))

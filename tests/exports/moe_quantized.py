@@ -33,7 +33,9 @@ def input_axis(model: onnx.ModelProto, name: str) -> int | None:
     return None
 
 
-def quantized(kind: str, block: int = 0, *, zero_point: bool = False, per: str = "channel") -> Callable[..., onnx.ModelProto]:
+def quantized(
+    kind: str, block: int = 0, *, zero_point: bool = False, per: str = "channel"
+) -> Callable[..., onnx.ModelProto]:
     """A step that quantizes all experts' weights of a model.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-D, I, E, K, G, TG = 32, 16, 8, 3, 4, 2
+D, I, E, K, G, TG = 24, 8, 8, 3, 4, 2
 
 
 class Router(nn.Module):
@@ -79,14 +79,30 @@ ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def coarse(module: nn.Module) -> nn.Module:
+    """Weights on a coarse grid, small ones too, so that many packed exports stay small."""
+    with torch.no_grad():
+        for tensor in module.parameters():
+            if tensor.numel() >= 96:
+                tensor.copy_((tensor * 16).round() / 16)
+    return module
+
+
 class Mlp(nn.Module):
     """One expert: gate and up apart or joined, an activation, a clamp before or after it."""
 
-    def __init__(self, act: str = "silu", clamp: tuple[str, float] | None = None, inter: int = I, form: str = "apart"):
+    def __init__(
+        self,
+        act: str = "silu",
+        clamp: tuple[str, float] | None = None,
+        inter: int = I,
+        form: str = "apart",
+        bias: bool = False,
+    ) -> None:
         super().__init__()
         self.act, self.clamp, self.form = ACTS[act], clamp, form
         if form == "apart":
-            self.gate_proj, self.up_proj = nn.Linear(D, inter, bias=False), nn.Linear(D, inter, bias=False)
+            self.gate_proj, self.up_proj = nn.Linear(D, inter, bias=bias), nn.Linear(D, inter, bias=bias)
         else:
             self.gate_up = nn.Linear(D, inter if form == "plain" else 2 * inter, bias=False)
         self.down_proj = nn.Linear(inter, D, bias=False)
@@ -123,10 +139,10 @@ class Block(nn.Module):
         router: dict[str, Any] | None = None,
         mlp: dict[str, Any] | None = None,
         shared: str = "plain",
-        inputs: str = "sequence",
+        shown: bool = False,
     ) -> None:
         super().__init__()
-        self.style, self.inputs = style, inputs
+        self.style, self.shown = style, shown
         self.gate = Router(**(router or {}))
         self.mlp = mlp or {}
         self.experts = nn.ModuleList([Mlp(**self.mlp) for _ in range(E)])
@@ -139,9 +155,13 @@ class Block(nn.Module):
     def act(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return activated(gate, up, ACTS[self.mlp.get("act", "silu")], self.mlp.get("clamp"))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = x.reshape(-1, D)
         ids, weights = self.gate(h)
+        y = self.result(x, h, ids, weights)
+        return (y, ids, weights) if self.shown else y
+
+    def result(self, x: torch.Tensor, h: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         y = getattr(self, f"_{self.style}")(h, ids, weights.to(h.dtype)).view(x.shape)
         if self.shared_experts is None:
             return y
@@ -207,6 +227,19 @@ class Block(nn.Module):
         out = torch.matmul(down, self.act(gate, up).unsqueeze(-1)).squeeze(-1)
         return torch.matmul(w.unsqueeze(1), out).squeeze(1)
 
+    def _gather_turned(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Weights as [E, in, out], and the choice's weight before the down projection."""
+        gate, up = (self.stack(n).transpose(1, 2).contiguous()[ids] for n in ("gate_proj", "up_proj"))
+        rows = h[:, None, None, :]
+        hidden = self.act(rows @ gate, rows @ up) * w[..., None, None]
+        return (hidden @ self.stack("down_proj").transpose(1, 2).contiguous()[ids]).squeeze(2).sum(1)
+
+    def _zero_experts(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The last two experts give back what they are given (LongCat)."""
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        out = sum(self.experts[e](h) * full[:, e : e + 1] for e in range(E - 2))
+        return out + h * full[:, E - 2 : E - 1] + h * full[:, E - 1 : E]
+
     # --- loops over experts --------------------------------------------------------------------------------------
 
     def _where(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -247,3 +280,46 @@ class Block(nn.Module):
         for e in range(E):
             out = torch.where((flat == e).unsqueeze(-1), self.experts[e](rows), out)
         return (out.view(*ids.shape, D) * w.unsqueeze(-1)).sum(1)
+
+
+class Layers(nn.Module):
+    """Two blocks, one after the other, with limits of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block("gather", mlp={"clamp": ("before", 0.5)})
+        self.second = Block("gather", mlp={"clamp": ("before", 0.3)}, router={"groups": (1, 1)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + self.first(x)
+        return h + self.second(h)
+
+
+class Hashed(Block):
+    """Experts by a table over token ids (DeepSeek-V4's first layers)."""
+
+    def __init__(self) -> None:
+        super().__init__("gather")
+        self.table = nn.Buffer(torch.arange(60 * K).reshape(60, K) * 5 % E)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> Any:  # type: ignore[override]
+        h = x.reshape(-1, D)
+        scores = F.linear(h, self.gate.weight).sigmoid()
+        ids = self.table[tokens.reshape(-1)]
+        weights = scores.gather(1, ids)
+        return self.result(x, h, ids, weights / weights.sum(-1, keepdim=True))
+
+
+class HalfRouter(nn.Module):
+    """A float16 block whose router computes logits, or scores too, in float16."""
+
+    def __init__(self, scores: bool) -> None:
+        super().__init__()
+        self.block, self.scores = Block("gather"), scores
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, gate = x.reshape(-1, D), self.block.gate
+        logits = F.linear(h, gate.weight)
+        scores = logits.sigmoid() if self.scores else logits.float().sigmoid()
+        values, ids = torch.topk(scores, K, dim=-1)
+        return self.block.result(x, h, ids, (values / values.sum(-1, keepdim=True)).to(h.dtype))

@@ -11,9 +11,7 @@ from exports import library
 from . import kit
 
 KDA = library.names(kda=True)
-OTHERS = [
-    n for n in library.names(kda=False) if n not in library.names("unstable") and not library.export(n).mla
-]
+OTHERS = [e.name for e in library.all_exports().values() if not (e.kda or e.mla or e.moe) and "unstable" not in e.tags]
 #: Stripped too: all of the shared archive, and one or two of each other form.
 STRIPPED = [n for n in KDA if n in library.names("shared")] + [
     "kimi_prefill_dyn",
@@ -44,6 +42,7 @@ def check_fused(name: str, stripped: bool) -> None:
     before, report, after = kit.fused(name, stripped)
     assert report.count("kda") == export.kda, kit.why(report)
     assert report.count("mla") == export.mla, kit.why(report)
+    assert report.count("moe") == export.moe, kit.why(report)
     assert kit.calls(after) == export.kda
     assert all(r.proof is not None and r.proof.proved for r in report.regions if r.status == "fused")
     assert not RECURRENCE & kit.ops(after.graph)
@@ -183,12 +182,16 @@ def test_fusing_twice_changes_nothing_more(name: str) -> None:
 def test_a_dry_run_says_the_same_and_makes_nothing() -> None:
     report = fuse_model(library.export("hybrid4_decode").model(), dry_run=True)
     assert report.model is None
-    assert [(r.op, r.status) for r in report.regions] == [("kda", "recognised")] * 3 + [("mla", "recognised")]
+    assert [(r.op, r.status) for r in report.regions] == [
+        *[("kda", "recognised")] * 3,
+        ("mla", "recognised"),
+        *[("moe", "recognised")] * 3,
+    ]
 
 
 def test_without_proof_it_is_said() -> None:
     report = fuse_model(library.export("kimi_decode").model(), verify=False)
-    assert [(r.status, r.proof) for r in report.regions] == [("fused-unproved", None)] * 2
+    assert [(r.status, r.proof) for r in report.regions] == [("fused-unproved", None)] * 3
 
 
 def test_equal_layers_share_one_proof() -> None:
