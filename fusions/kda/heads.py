@@ -88,11 +88,12 @@ def shrink(view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapp
     for value, spread in spreads.items():
         shapes[value][spread.axis] = slicer.kept_count(spread)
     tensors = list(slicer.tensors.values())
+    dims: dict[ir.Value, list[int | str | None]] = {value: list(shape) for value, shape in shapes.items()}
     return Shrunk(
         _reduced(candidate, len(heads)),
         heads,
         len(heads) / config.num_heads,
-        Cut(protos, tensors, shapes),
+        Cut(protos, tensors, dims),
         lambda whole, given: cut_parameters(config, heads, parameter_arrays(view, whole, given)),
     )
 

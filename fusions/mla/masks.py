@@ -238,7 +238,7 @@ def _frozen(view: GraphView, term: MaskTerm, offset: Lin, tokens: Lin) -> tuple[
         if not np.all((table == 0) | (table <= NOTHING)):
             return None
         table = table == 0
-    rows, keys = table.shape
+    rows, keys = int(table.shape[0]), int(table.shape[1])
     if rows not in (1, tokens.number) or (rows == 1 and tokens.number != 1):
         return (0, 0) if bool(np.all(table)) else None
     place = offset.number + np.arange(rows)[:, None]

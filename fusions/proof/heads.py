@@ -37,6 +37,7 @@ class HeadSlicer:
         constants: arrays of the constants, parameters perturbed already.
         parameters: constants that the op takes as parameters; all others must be the same for every head, or the heads
             that are cut away could differ from those that stay.
+        shared: this many heads may share what an `Expand` gives each of them; 0: no `Expand` is cut for that.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class HeadSlicer:
         spreads: Mapping[ir.Value, Spread],
         constants: Callable[[ir.Value], np.ndarray],
         parameters: Collection[ir.Value],
+        shared: int = 0,
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self.shared = parameters, shared
         self.view, self.keep, self.constants = view, frozenset(keep), constants
         self.spreads: dict[ir.Value, Spread] = dict(spreads)
         self.tensors: dict[str, onnx.TensorProto] = {}
@@ -85,6 +87,8 @@ class HeadSlicer:
         for node, proto in zip(nodes, protos, strict=True):
             touched = [v for v in node.inputs if v is not None and v in self.spreads]
             if not touched:
+                if self.shared and node.op_type == "Expand":
+                    self._share(node, proto)
                 continue
             try:
                 self._node(node, proto)
@@ -118,6 +122,20 @@ class HeadSlicer:
     def _all_heads(self) -> set[int]:
         first = next(iter(self.spreads.values()))
         return set(first.owner)
+
+    def _share(self, node: ir.Node, proto: onnx.NodeProto) -> None:
+        """What is repeated for each head is cut where it is repeated."""
+        before, after = shape_of(node.inputs[0]), shape_of(node.outputs[0])  # type: ignore[arg-type]
+        before = [1] * (len(after) - len(before)) + before
+        grown = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a == 1 and b == self.shared]
+        if not grown:
+            return
+        axis = 1 if 1 in grown else grown[0]
+        spread = Spread(axis, tuple(range(self.shared)))
+        target = list(after)
+        target[axis] = self.kept_count(spread)
+        proto.input[1] = self.tensor("shape", np.array(target, np.int64))
+        self.spreads[node.outputs[0]] = spread
 
     def _only(self, node: ir.Node) -> Spread:
         """The spread of the first input, which must be the only one that has heads."""
@@ -191,8 +209,40 @@ class HeadSlicer:
         proto.input[1] = self.tensor("shape", np.array(target, np.int64))
         self._give(node, moved)
 
+    def _on_softmax(self, node: ir.Node, proto: onnx.NodeProto) -> None:
+        spread = self._only(node)
+        if attribute_int(node, "axis", -1) % len(shape_of(node.outputs[0])) == spread.axis:
+            raise HeadsMix("it runs over the heads")
+        self._give(node, spread)
+
+    def _on_attention(self, node: ir.Node, proto: onnx.NodeProto) -> None:
+        spread = self._aligned(node, 4, node.inputs[:3])
+        if spread.axis != 1 or any(v not in self.spreads for v in node.inputs[:3]) or len(node.outputs) > 1:
+            raise HeadsMix("its operands have their heads in different places")
+        for value in node.inputs[3:]:
+            if value is not None and (value in self.spreads or (len(shape := shape_of(value)) > 3 and shape[-3] != 1)):
+                raise HeadsMix("a mask with entries for each head")
+        self._give(node, spread)
+
+    def _on_gemm(self, node: ir.Node, proto: onnx.NodeProto) -> None:
+        self._projection(node, proto, 0 if attribute_int(node, "transB", 0) else 1)
+
+    def _projection(self, node: ir.Node, proto: onnx.NodeProto, columns: int) -> None:
+        """A layer whose weight, a parameter, has columns for each head."""
+        weight = node.inputs[1]
+        if weight is None or node.inputs[0] in self.spreads or len(node.inputs) > 2:
+            raise HeadsMix("it multiplies over the heads")
+        spread = self.spreads[weight]
+        if spread.axis != columns:
+            raise HeadsMix("it multiplies over the heads")
+        proto.input[1] = self.cut(weight, spread, columns)
+        self._give(node, Spread(len(shape_of(node.outputs[0])) - 1, spread.owner))
+
     def _on_matmul(self, node: ir.Node, proto: onnx.NodeProto) -> None:
         rank = len(shape_of(node.outputs[0]))
+        if node.inputs[1] in self.spreads and node.inputs[1] in self.parameters:
+            self._projection(node, proto, 1)
+            return
         spread = self._aligned(node, rank, node.inputs)
         if spread.axis >= rank - 2:
             raise HeadsMix("it multiplies over the heads")
