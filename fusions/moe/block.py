@@ -17,7 +17,7 @@ from .linear import Linear
 from .mlp import Mlp
 from .reader import Reader
 from .router import Router
-from .slabs import FORMATS, Slab, as_held, block_of, joined
+from .slabs import FORMATS, Arrays, Slab, as_held, block_of, joined
 from .tail import Shared
 
 Slabs = tuple[tuple[Slab, ...], ...]
@@ -159,7 +159,7 @@ def matrix_parameters(name: str, slabs: Slabs, kind: str, zero: bool, dtype: ir.
     return found
 
 
-Reading = Callable[[Slab, dict[ir.Value, np.ndarray]], "np.ndarray | None"]
+Reading = Callable[[Slab, Arrays], "np.ndarray | None"]
 
 
 def _stored(array: np.ndarray, kind: str) -> np.ndarray:

@@ -136,8 +136,8 @@ class Channels:
                 index = self.view.array(node.inputs[1])
                 picked = None if index is None else [line[int(i)] for i in index.reshape(-1)]
             else:
-                start, end = (self.view.ints(v) for v in node.inputs[1:3])
-                picked = line[start[0] : end[0]] if start and end else None
+                bounds = [self.view.ints(v) for v in node.inputs[1:3]]
+                picked = line[bounds[0][0] : bounds[1][0]] if bounds[0] and bounds[1] else None
             if picked is not None:
                 if any(picked):
                     self._counted[node.outputs[0]] = picked

@@ -190,7 +190,7 @@ def _cut_slab(slab: Slab, rows: tuple[int, ...] | None, kept: Kept_of) -> Slab:
     part = slab.seen.parts[0]
     where = slab.seen.axes[slab.out]
     assert where is not None
-    numbers = {}
+    numbers: dict[int, int] = {}
     kinds = kept.get(part.source, {})
     line = dict(part.picks).get(where)
     size = slab.seen.shape[slab.out]

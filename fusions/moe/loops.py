@@ -6,11 +6,10 @@ import onnx_ir as ir
 
 from ..graph import attribute_int, attribute_string, static_dims
 from .forms import Routed, choices_sum, linears
-from .linear import Linear
 from .mlp import Mlp, read_mlp
 from .reader import Reader
 from .router import Router
-from .weights import Weighting, is_ids, read_chosen, read_weighting
+from .weights import Weighting, read_chosen, read_weighting
 
 
 class Places:
@@ -146,7 +145,7 @@ def _step(
     node = r.node(value, "ScatterND", "ScatterElements")
     if node is None:
         return None
-    data, index, updates = node.inputs
+    data, index = node.inputs[:2]
     columns = _columns(r, router, index) if node.op_type == "ScatterND" else _row_index(r, router, node)
     if columns is None or len(columns) != 1 or data is None:
         return None

@@ -338,7 +338,7 @@ def _move(r: Reader, numbers: np.ndarray, node: ir.Node, place: int) -> np.ndarr
     if dims is None:
         return None
     # the last axes hold the channels, the others count as one long
-    lead, tail = list(dims), []
+    lead, tail = list(dims), list[int]()
     while lead and int(np.prod(tail)) < numbers.size:
         last = lead.pop()
         if last is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
@@ -17,6 +16,7 @@ from ..replacement import type_refusal
 from .block import (
     HALF,
     MoeCandidate,
+    Slabs,
     clamp_settings,
     expert_sizes,
     matrices,
@@ -143,7 +143,7 @@ def _candidate(
         settings |= {"group_top": min(2, router.experts)}
     operands = {"x": Operand((Piece(x, axes=("batch", "tokens", None)[-len(x.shape or ()) :]),))}
     parameters: dict[str, Parameter] = {}
-    slabs = {}
+    slabs: dict[str, Slabs] = {}
     vectors: dict[str, ir.Value] = {}
     dtype = x.dtype or ir.DataType.FLOAT
     absorbed = [f"router ({describe(router)})", f"experts ({routed.form})"]

@@ -189,8 +189,7 @@ def _mask(r: Reader, value: ir.Value | None) -> tuple[ir.Node, bool] | None:
         return None if found is None else (found[0], not found[1])
     if node.op_type == "Gather":
         # repeat_interleave by a constant index
-        index = r.view.array(node.inputs[1])
-        return None if index is None else _mask(r, node.inputs[0])
+        return _mask(r, node.inputs[0]) if r.view.array(node.inputs[1]) is not None else None
     found_set = r.attempt(_set_of, base)
     if found_set is None:
         return None

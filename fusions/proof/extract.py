@@ -25,7 +25,7 @@ class Cut:
 
     nodes: list[onnx.NodeProto]
     tensors: list[onnx.TensorProto]
-    shapes: dict[ir.Value, list[int | str | None]]
+    shapes: Mapping[ir.Value, Sequence[int | str | None]]
 
     def reads(self, constant: ir.Value) -> bool:
         """Do the nodes read a constant of the region as it stands? One of that name here takes its place."""

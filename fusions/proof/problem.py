@@ -87,7 +87,12 @@ class Problem:
         return True
 
     def raw(self, operands: Arrays, env: Mapping[str, int]) -> Arrays:
-        return raw_feeds(self.candidate, operands, env, None if self.cut is None else self.cut.shapes)
+        shapes: dict[ir.Value, list[int]] = {}
+        for value, dims in self.cut.shapes.items() if self.cut is not None else ():
+            static = [d for d in dims if isinstance(d, int)]
+            if len(static) == len(dims):
+                shapes[value] = static
+        return raw_feeds(self.candidate, operands, env, shapes)
 
     def run(self, feeds: Arrays, env: Mapping[str, int]) -> list[np.ndarray]:
         """The region's results in float32.
