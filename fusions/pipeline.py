@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from ..custom_ops.common.quantize_matrix import Statistics
+from ..custom_ops.common.scheme import Scheme
 from . import plugins
 from .cleanup import cleanup_passes
 from .fuse import FusePass
@@ -16,6 +18,7 @@ from .mla.fuse import FuseMla
 from .moe.fuse import FuseMoe
 from .passes import Pass, PassManager, Progress
 from .proof import ProofBudget
+from .quantize import Quantize, RaiseOpset
 from .result import FusionReport, PassReport
 from .rewrite import remove_unused
 
@@ -57,6 +60,8 @@ def fuse_model(
     proof_budget: ProofBudget | None = None,
     progress: Progress | None = None,
     fusions: Collection[str] | None = None,
+    quantize: Mapping[str, Scheme] | None = None,
+    statistics: Mapping[str, Statistics] | None = None,
 ) -> FusionReport:
     """Fuse what can be recognised and proved.
 
@@ -68,12 +73,14 @@ def fuse_model(
         proof_budget: memory and time of one structure's proof.
         progress: called with (what, done, total).
         fusions: keys of the fusions to look for; None: all that there are.
+        quantize: schemes by group of weights (``quantize.parse_quantize``). A dry run quantizes nothing.
+        statistics: of activations, by their value's name, for quantizing with them.
 
     Returns:
         The report, with the new model.
 
     Raises:
-        ValueError: an unknown target.
+        ValueError: an unknown target, or a model that can't be quantized as asked.
     """
     if target not in TARGETS:
         raise ValueError(f"target {target!r}: expected one of {', '.join(TARGETS)}")
@@ -88,12 +95,17 @@ def fuse_model(
         if fusions is None or fuser.op.key in fusions
     ]
     passes: list[Pass] = [*cleanup_passes(), *(other() for other in outside.passes), *fusers]
+    quantizer = Quantize(quantize, statistics, progress) if quantize and not dry_run else None
+    if quantizer is not None:
+        passes = [RaiseOpset(quantizer.schemes), *passes, quantizer]
     if target == "portable" and not dry_run:
         passes.append(InlineFunctions({"deltafuse", *outside.domains}))
     report.passes = PassManager(passes, progress)(work)
     report.regions = [region for fuser in fusers for region in fuser.regions]
     report.repairs = [n for p in report.passes if p.name.startswith("repair") for n in p.notes]
     report.repairs += [f"{r.name}: {n}" for r in report.regions for n in r.notes if n.startswith("repaired")]
+    if quantizer is not None:
+        report.quantization = quantizer.result
     if not dry_run:
         report.model = work
         report.nodes_after = count_nodes(work)

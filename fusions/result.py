@@ -70,6 +70,34 @@ class PassReport:
 
 
 @dataclass
+class QuantizedTensor:
+    """One weight matrix (of all experts, where it is a stack) that was quantized.
+
+    ``error``: relative L2 norm of the difference from the weights before. ``calibrated``: statistics were used.
+    """
+
+    name: str
+    group: str  # "experts" | "dense"
+    scheme: str
+    error: float
+    bytes_before: int
+    bytes_after: int  # with scales and zero points
+    calibrated: bool = False
+
+
+@dataclass
+class QuantizationReport:
+    """What was asked for by group, what was done, what was left alone and why; bytes of all weights of the model."""
+
+    schemes: dict[str, str] = field(default_factory=dict)
+    calibration: str = ""
+    tensors: list[QuantizedTensor] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+@dataclass
 class FusionReport:
     """All that `deltafuse.fuse` did. ``model`` is the new model, an ``onnx_ir.Model`` (the user's own is unchanged)."""
 
@@ -86,6 +114,7 @@ class FusionReport:
     regions: list[RegionReport] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
     repairs: list[str] = field(default_factory=list)
+    quantization: QuantizationReport | None = None  # None: not asked for
     warnings: list[str] = field(default_factory=list)
     # filled in by deltafuse.fuse, which knows where the model came from and went to
     input_kind: str = "ir"  # "path" | "proto" | "ir" | "graphsurgeon"

@@ -59,8 +59,14 @@ def part_of(tensor: ir.TensorProtocol, index: int) -> Array:
     """Part ``index`` along the first axis of any tensor; only that part is read where the tensor allows it."""
     if isinstance(tensor, PartsTensor):
         return tensor.part(index)
-    whole = tensor.numpy()  # of external data: a map of the file
-    return np.asarray(whole[index])
+    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8:
+        # not tensor.numpy(), which maps the file: what was read of a map stays in the process's memory
+        shape = tuple(tensor.shape.numpy()[1:])
+        dtype = tensor.dtype.numpy()
+        count = int(np.prod(shape))
+        start = (tensor.offset or 0) + index * count * dtype.itemsize
+        return np.fromfile(tensor.path, np.uint8, count * dtype.itemsize, offset=start).view(dtype).reshape(shape)
+    return np.asarray(tensor.numpy()[index])
 
 
 class SpillFile:

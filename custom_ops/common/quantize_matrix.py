@@ -52,17 +52,28 @@ class Statistics:
     """Of the rows x that the matrix is multiplied with.
 
     Attributes:
-        gram: float64 ``[cols, cols]``: sum of x xᵀ.
+        mean_square: ``[cols]``, of each channel. Scales are searched for with these as weights.
+        gram: float64 ``[cols, cols]``, sum of x xᵀ, or None. With it, rounding errors are fed back.
     """
 
-    gram: NDArray[np.float64]
+    mean_square: NDArray[Any]
+    gram: NDArray[np.float64] | None = None
 
     @classmethod
     def of(cls, rows: Array) -> Statistics | None:
         """From samples ``[n, cols]``; None where there are none, or none that is finite."""
         wide = rows.astype(np.float32).reshape(-1, rows.shape[-1])
         wide = wide[np.all(np.isfinite(wide), axis=1)]
-        return cls((wide.T @ wide).astype(np.float64)) if len(wide) and np.any(wide) else None
+        if not len(wide) or not np.any(wide):
+            return None
+        gram = (wide.T @ wide).astype(np.float64)
+        return cls(np.diag(gram) / len(wide), gram)
+
+    @classmethod
+    def of_channels(cls, mean_square: Array) -> Statistics | None:
+        """From the mean squares of the channels; None where they say nothing."""
+        usable = np.all(np.isfinite(mean_square)) and np.any(mean_square > 0)
+        return cls(np.maximum(mean_square.astype(np.float64), 0)) if usable else None
 
 
 def spread(of_blocks: Array, shape: tuple[int, int], block_size: int, block_rows: int = 1) -> Array:
@@ -116,7 +127,7 @@ def _integer_scales(
     best = candidate(1.0)
     if statistics is None:
         return best
-    weight = _blocks(np.maximum(np.diag(statistics.gram), 0).astype(np.float32)[None], size, 0.0)
+    weight = _blocks((statistics.mean_square / np.max(statistics.mean_square)).astype(np.float32)[None], size, 0.0)
     lowest: Float | None = None
     for share in _SHARES:
         scale, zero = candidate(share)
@@ -137,10 +148,12 @@ def _integer_scales(
     return best
 
 
-def _with_feedback(matrix: Float, scale: Float, zero: Float | None, kind: str, statistics: Statistics) -> Float | None:
+def _with_feedback(
+    matrix: Float, scale: Float, zero: Float | None, kind: str, gram: NDArray[np.float64]
+) -> Float | None:
     """Numbers of all columns, each column's error made up for in those after it; None where that can't be solved."""
     low, high = LIMITS[kind]
-    gram = statistics.gram.copy()
+    gram = gram.copy()
     diagonal = np.diag(gram)
     dead = diagonal <= 0
     gram[dead, dead] = 1.0
@@ -166,8 +179,8 @@ def _with_feedback(matrix: Float, scale: Float, zero: Float | None, kind: str, s
     return numbers
 
 
-def _product_error(difference: Float, statistics: Statistics) -> float:
-    return float(np.sum((difference @ statistics.gram.astype(np.float32)) * difference, dtype=np.float64))
+def _product_error(difference: Float, gram: NDArray[np.float64]) -> float:
+    return float(np.sum((difference @ gram.astype(np.float32)) * difference, dtype=np.float64))
 
 
 def quantize_matrix(
@@ -203,10 +216,11 @@ def quantize_matrix(
     def value(of: Float) -> Float:
         return (of if deep_zero is None else of - deep_zero) * deep_scale
 
-    if statistics is not None:
-        better = _with_feedback(wide, deep_scale, deep_zero, scheme.kind, statistics)
-        if better is not None and _product_error(wide - value(better), statistics) < _product_error(
-            wide - value(numbers), statistics
+    if statistics is not None and statistics.gram is not None:
+        gram = statistics.gram
+        better = _with_feedback(wide, deep_scale, deep_zero, scheme.kind, gram)
+        if better is not None and _product_error(wide - value(better), gram) < _product_error(
+            wide - value(numbers), gram
         ):
             numbers = better
     difference = wide - value(numbers)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import onnx_ir as ir
 
 from ..common.function_call import attach_function
-from .body import FLOAT, formal_outputs, overload_name
-from .spec import DOMAIN, INPUTS, OP_TYPE, VERSION, MoeConfig
+from .body import FLOAT, SHORT, formal_outputs, overload_name
+from .spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, VERSION, MoeConfig
 
 
 def _tokens(x: ir.Shape | None) -> int | ir.SymbolicDim:
@@ -62,6 +63,35 @@ def make_node(
         outputs.append(ir.Value(type=ir.TensorType(kind), shape=form))
     overload = overload_name(config, dtype)
     return ir.node(OP_TYPE, operands, config.attributes(), domain=DOMAIN, overload=overload, outputs=outputs, name=name)
+
+
+def read_call(node: ir.Node) -> tuple[MoeConfig, ir.DataType]:
+    """The configuration and T of a node that :func:`make_node` made.
+
+    Raises:
+        ValueError: another node, or one whose attributes are not this version's.
+    """
+    suffix = node.overload.rpartition("-")[2]
+    dtypes = [dtype for dtype, short in SHORT.items() if short == suffix]
+    if (node.domain, node.op_type) != (DOMAIN, OP_TYPE) or not dtypes:
+        raise ValueError(f"node {node.name!r} is no call of {DOMAIN}::{OP_TYPE}")
+    have = {name for name, value in zip(INPUTS, node.inputs, strict=False) if value is not None}
+    values: dict[str, Any] = {}
+    for name in ATTRIBUTES:
+        if name not in node.attributes:
+            raise ValueError(f"node {node.name!r} has no attribute {name}: another version of {OP_TYPE}")
+        values[name] = node.attributes[name].value
+    config = MoeConfig(
+        **values,
+        has_zero_point="gate_up_zero_point" in have,
+        shared_has_zero_point="shared_gate_up_zero_point" in have,
+        has_router_weight="router_weight" in have,
+        has_router_bias="router_bias" in have,
+        has_expert_bias="expert_bias" in have,
+        has_shared_gate="shared_gate_weight" in have,
+        has_ids=len(node.outputs) > 1,
+    )
+    return config, dtypes[0]
 
 
 def attach(model: ir.Model, function: ir.Function) -> None:

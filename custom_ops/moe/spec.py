@@ -44,11 +44,10 @@ OP_TYPE = "GroupedQMoE"
 VERSION = 1
 
 #: Formal inputs in order. T: float32, float16 or bfloat16. TW: T ("float"), bfloat16, int8, uint8 ("uint8"; "float8";
-#: "int4" and "uint4", whose last dimension is halved). TS: T or float32, one for all scales of a call. E num_experts,
-#: D hidden size, I intermediate_size, J shared_intermediate_size, k top_k, N tokens, G = 2 with gated (gate rows, then
-#: up rows), else 1. Scales of a matrix [.., rows, cols] have the shape
-#: [.., ceil(rows / block_rows), ceil(cols / block_size)]; zero points have the scales' shape, one byte each: int8 for
-#: int4 and int8, uint8 for uint4 and uint8.
+#: "int4" and "uint4", whose last dimension is halved). TS: T or float32, each matrix its own. E num_experts, D hidden
+#: size, I intermediate_size, J shared_intermediate_size, k top_k, N tokens, G = 2 with gated (gate rows, then up rows),
+#: else 1. Scales of a matrix [.., rows, cols] have the shape [.., ceil(rows / block_rows), ceil(cols / block_size)];
+#: zero points have the scales' shape, one byte each: int8 for int4 and int8, uint8 for uint4 and uint8.
 INPUTS: dict[str, str] = {
     "x": "T [N, D] or [B, S, D]: tokens",
     "router_weight": "float32 or T [E, D], optional: given unless router_logits is",

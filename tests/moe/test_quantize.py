@@ -93,6 +93,18 @@ def test_calibration_lowers_the_error_of_the_product(text: str) -> None:
     assert after < 0.9 * before
 
 
+def test_mean_squares_alone_help_too() -> None:
+    rng = np.random.default_rng(8)
+    matrix, scheme = weights(), parse_scheme("int4:32")
+    size = np.exp(2 * rng.standard_normal(160))
+    plain, aware = (
+        value_of(matrix, scheme, statistics=s)[0] for s in (None, Statistics.of_channels((size**2).astype(np.float32)))
+    )
+    x = rng.standard_normal((400, 160)) * size
+    before, after = (np.linalg.norm(x @ (value - matrix).T) for value in (plain, aware))
+    assert after < 0.95 * before
+
+
 def test_statistics_of_what_cannot_be_used() -> None:
     assert Statistics.of(np.zeros((4, 8), np.float32)) is None
     assert Statistics.of(np.full((4, 8), np.nan, np.float32)) is None
@@ -100,7 +112,9 @@ def test_statistics_of_what_cannot_be_used() -> None:
     rows = np.ones((3, 8), np.float32)
     rows[1] = np.inf
     found = Statistics.of(rows)
-    assert found is not None and np.all(found.gram == 2.0)
+    assert found is not None and found.gram is not None and np.all(found.gram == 2.0)
+    assert Statistics.of_channels(np.zeros(8)) is None
+    assert Statistics.of_channels(np.full(8, np.nan)) is None
     # one direction only: the Gram matrix has rank one
     value, _ = value_of(weights(8, 8), parse_scheme("int4:8"), statistics=found)
     assert np.all(np.isfinite(value))

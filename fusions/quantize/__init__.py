@@ -1,0 +1,6 @@
+"""Quantizing the weights of fused experts and of dense layers."""
+
+from .passes import Quantize, RaiseOpset
+from .spec import GROUPS, parse_quantize
+
+__all__ = ["GROUPS", "Quantize", "RaiseOpset", "parse_quantize"]

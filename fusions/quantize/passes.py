@@ -1,0 +1,89 @@
+"""The passes that quantize: an opset that has the forms, before fusing; the weights, after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from ...custom_ops.common.parts_tensor import SpillFile
+from ...custom_ops.common.quantize_matrix import Statistics
+from ...custom_ops.common.scheme import Scheme
+from ..passes import Pass, Progress
+from ..result import PassReport, QuantizationReport
+from ..rewrite import remove_unused
+from .dense import needed_opset, quantize_dense
+from .experts import quantize_experts
+from .initializers import names_of, weight_bytes
+from .opset import raise_opset
+
+
+class RaiseOpset(Pass):
+    """Before anything is recognised: function bodies are written for the model's opset."""
+
+    name = "raise-opset"
+
+    def __init__(self, schemes: Mapping[str, Scheme]) -> None:
+        self.wanted = needed_opset(schemes["dense"]) if "dense" in schemes else 0
+
+    def run(self, model: ir.Model, report: PassReport) -> None:
+        had = raise_opset(model, self.wanted)
+        if had < self.wanted:
+            report.changed = True
+            report.notes.append(f"opset {had} raised to {self.wanted}, which the quantized weights need")
+
+
+class Quantize(Pass):
+    """Experts of fused nodes, then other large weights."""
+
+    name = "quantize"
+
+    def __init__(
+        self,
+        schemes: Mapping[str, Scheme],
+        statistics: Mapping[str, Statistics] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """
+        Args:
+            schemes: by group (``spec.GROUPS``).
+            statistics: of activations, by their value's name, or None.
+        """
+        self.schemes, self.statistics, self.progress = dict(schemes), dict(statistics or {}), progress
+        self.result = QuantizationReport({group: str(scheme) for group, scheme in schemes.items()})
+
+    def run(self, model: ir.Model, report: PassReport) -> None:
+        names, result = names_of(model), self.result
+        result.bytes_before = weight_bytes(model)
+
+        def told(group: str) -> dict[str, object]:
+            def step(done: int, total: int) -> None:
+                if self.progress is not None:
+                    self.progress(f"quantize {group}", done, total)
+
+            return {"names": names, "log": report.notes.append, "progress": step}
+
+        if "experts" in self.schemes:
+            result.tensors += quantize_experts(
+                model,
+                self.schemes["experts"],
+                self.statistics,
+                SpillFile(),
+                **told("experts"),  # type: ignore[arg-type]
+            )
+        if "dense" in self.schemes:
+            result.tensors += quantize_dense(
+                model,
+                self.schemes["dense"],
+                self.statistics,
+                **told("dense"),  # type: ignore[arg-type]
+            )
+        remove_unused(model)
+        common.RemoveUnusedFunctionsPass()(model)
+        for group in self.schemes:
+            if not any(tensor.group == group for tensor in result.tensors):
+                report.notes.append(f"{group}: there was nothing to quantize")
+        result.notes = list(report.notes)
+        result.bytes_after = weight_bytes(model)
+        report.matched, report.changed = len(result.tensors), bool(result.tensors)
