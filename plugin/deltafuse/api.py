@@ -41,6 +41,8 @@ def fuse(
     proof_memory: int | str | None = None,
     proof_seconds: float | None = None,
     base_dir: str | os.PathLike[str] | None = None,
+    quantize: str | Mapping[str, str] | None = None,
+    calibration: str | os.PathLike[str] | None = None,
 ) -> FusionReport:
     """Find the blocks that deltafuse knows, prove each, and replace it with one fused node.
 
@@ -58,6 +60,11 @@ def fuse(
         proof_memory: the most memory that one proof may use, in bytes or as "4GiB" (the default).
         proof_seconds: the most time that one proof may take (default 60).
         base_dir: the folder that a ``ModelProto``'s external data are relative to (default: the current one).
+        quantize: how to store weights: ``"experts=int4:128,dense=int8:128"``, or a mapping of the same. Experts are the
+            weights of fused mixtures of experts, dense the other large weights of MatMul and Gemm. Formats: ``int4``,
+            ``uint4``, ``int8``, ``uint8`` with blocks of ``:128`` columns or ``:channel`` (``:asym`` for zero points),
+            ``fp8:128x128``, ``bf16``. Types of activations stay what they are.
+        calibration: a file that ``deltafuse calibrate`` wrote of this model: scales are chosen with it.
 
     Returns:
         The report. ``report.model`` is the new ``onnx_ir.Model``; ``report.result()`` gives it as the kind that came
@@ -71,6 +78,7 @@ def fuse(
     _check_options(target, require, output, report, base_dir, dry_run)
     budget = _budget(proof_memory, proof_seconds)
     options: dict[str, Any] = {} if chosen is None else {"fusions": chosen}
+    options |= _quantize_options(quantize, calibration)
     ort_version = require_ort("recognising and proving")
     for file in (output, report):
         if file is not None:
@@ -86,6 +94,8 @@ def fuse(
         )
         if too_new is not None:
             done.warnings.append(too_new.reason)
+        if done.quantization is not None and calibration is not None:
+            done.quantization.calibration = os.fspath(calibration)
         return done
 
     with relaxed_gc():
@@ -268,6 +278,8 @@ def check_options(
     require: Mapping[str, int] | None = None,
     proof_memory: int | str | None = None,
     proof_seconds: float | None = None,
+    quantize: str | Mapping[str, str] | None = None,
+    calibration: str | os.PathLike[str] | None = None,
 ) -> None:
     """Check options of :func:`fuse` without a model, before long work for example.
 
@@ -279,6 +291,31 @@ def check_options(
     check_fusions(fusions)
     _check_options(target, require, None, None, None, False)
     _budget(proof_memory, proof_seconds)
+    _quantize_options(quantize, calibration)
+
+
+def _quantize_options(
+    quantize: str | Mapping[str, str] | None, calibration: str | os.PathLike[str] | None
+) -> dict[str, Any]:
+    """The pipeline's options, read and checked."""
+    from .fusions.quantize import parse_quantize
+
+    try:
+        schemes = parse_quantize(quantize)
+    except ValueError as error:
+        raise OptionError(f"quantize: {error}") from error
+    if calibration is not None and not schemes:
+        raise OptionError("calibration: there is nothing to quantize; give quantize too, such as experts=int4:128")
+    if not schemes:
+        return {}
+    options: dict[str, Any] = {"quantize": schemes}
+    if calibration is not None:
+        from .calibration import load
+        from .custom_ops.common.quantize_matrix import Statistics
+
+        seen = {name: Statistics.of_channels(found.mean_square) for name, found in load(calibration).tensors.items()}
+        options["statistics"] = {name: found for name, found in seen.items() if found is not None}
+    return options
 
 
 def _check_options(

@@ -47,6 +47,25 @@ Seconds = Annotated[
     float | None, typer.Option("--proof-seconds", metavar="S", help="Most time for one proof. Default 60.")
 ]
 
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        metavar="GROUP=FORMAT,...",
+        help="How to store weights: experts=int4:128,dense=int8:128 (or int8:channel, fp8:128x128, bf16).",
+        show_default=False,
+    ),
+]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="DATA.npz",
+        help="What `deltafuse calibrate` wrote of this model: --quantize chooses scales with it.",
+        show_default=False,
+    ),
+]
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -88,6 +107,8 @@ def fuse_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report what would be fused; write no model.")] = False,
     proof_memory: Memory = None,
     proof_seconds: Seconds = None,
+    quantize: Quantize = None,
+    calibration: CalibrationFile = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -116,6 +137,8 @@ def fuse_command(
                 progress=progress,
                 proof_memory=proof_memory,
                 proof_seconds=proof_seconds,
+                quantize=quantize,
+                calibration=calibration,
             ),
             quiet,
             as_json,
