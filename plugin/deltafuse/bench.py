@@ -210,7 +210,7 @@ def _run(
     repeats: int,
     tolerance: float | None,
 ) -> None:
-    limits = usual_limits(signature, read_signature(path), tolerance)
+    own = read_signature(path)
     try:
         runner = open_runner(path, signature, device, plugin=variant.plugin, graphs="auto")
     except DeltaFuseError as error:
@@ -219,6 +219,7 @@ def _run(
     with runner, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         variant.device = f"{runner.device.name}:{runner.device.index}" if runner.device.name != "cpu" else "cpu"
+        limits = usual_limits(signature, own, tolerance, on_gpu=runner.device.name != "cpu")
         placed = assignment(runner.session)
         variant.fused_nodes = len(placed.fused)
         if variant.plugin and not placed.fused:

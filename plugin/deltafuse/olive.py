@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 from olive.hardware import AcceleratorSpec
 from olive.hardware.accelerator import Device
 from olive.model import OliveModelHandler, ONNXModelHandler
@@ -133,8 +134,11 @@ class DeltaFuse(Pass):
         output.parent.mkdir(parents=True, exist_ok=True)
         report_path = output.with_name(REPORT_NAME)
         try:
-            report = fuse(model.model_path, report=report_path, progress=_log_progress, **_fuse_options(options))
-            _save(report, output, options)
+            report = fuse(
+                _in_order(model.model_path), report=report_path, progress=_log_progress, **_fuse_options(options)
+            )
+            report.source = model.model_path
+            _save(report, Path(model.model_path), output, options)
             model_save.write_text(report_path, report.to_json() + "\n")
         except DeltaFuseError as error:
             raise FusionFailed(str(error)) from error
@@ -195,7 +199,21 @@ def _inference_settings(model: ONNXModelHandler, accelerator: AcceleratorSpec) -
     return {**(model.inference_settings or {}), "execution_provider": providers, "provider_options": None}
 
 
-def _save(report: FusionReport, output: Path, options: Mapping[str, Any]) -> None:
+def _in_order(path: str) -> str | ir.Model:
+    """The model's path, or the model with its nodes in order: OnnxFloatToFloat16 puts some before what they read."""
+    proto = onnx.load(path, load_external_data=False)
+    known = {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
+    made = {name for node in proto.graph.node for name in node.output}
+    for node in proto.graph.node:
+        if any(name in made and name not in known for name in node.input):
+            model = ir.load(path)
+            model.graph.sort()
+            return model
+        known.update(node.output)
+    return path
+
+
+def _save(report: FusionReport, source: Path, output: Path, options: Mapping[str, Any]) -> None:
     """Write the model, with external data as Olive's options say; the report gets to know the files."""
     assert report.model is not None
     split = options["save_as_external_data"] and not options["all_tensors_to_one_file"]
@@ -203,7 +221,7 @@ def _save(report: FusionReport, output: Path, options: Mapping[str, Any]) -> Non
     saved = model_save.save(
         report.model,
         output,
-        source=Path(report.source),
+        source=source,
         keep=data_files(report.model),
         external=bool(options["save_as_external_data"]) and not by_onnx,
         data_name=options["external_data_name"],
