@@ -11,24 +11,35 @@ from ..candidate import Operand, Piece, Result
 from ..graph import GraphView, rank_of, static_dims
 from .core import Core
 from .flow import Flow, Join
-from .linear import Lin, of_dim
+from .linear import Lin, Look, axis, of_dim
 from .parts import Latent
+from .symbolic import Symbolic, Unknown
 
 
 @dataclass
 class Cache:
-    """A growing cache.
+    """A cache that grows, or one of fixed size that new tokens are written into.
 
     Attributes:
         kind: "latent" or "expanded".
-        length: tokens in it.
-        joins: by operand name: "past_latent", "past_k_rope", "past_key", "past_value".
+        length: tokens in it before the call.
+        pasts: by operand name ("past_latent", "past_k_rope", "past_key", "past_value"): what comes in and goes out.
+        packed: rotary keys lie behind the latents in one tensor.
+        lengths: the value that says how many tokens are there; None for a cache that grows.
+        nodes: what makes the places of new tokens.
     """
 
     kind: str
     length: Lin
     pasts: dict[str, tuple[ir.Value, ir.Value | None]] = field(default_factory=dict)
     packed: bool = False
+    lengths: ir.Value | None = None
+    nodes: set[ir.Node] = field(default_factory=set)
+
+    @property
+    def keys(self) -> str:
+        """The size of the keys' axis, for proofs."""
+        return "past + tokens" if self.lengths is None else "past"
 
     def fill(
         self,
@@ -40,8 +51,11 @@ class Cache:
     ) -> None:
         """Write operands, results and settings of the cache."""
         settings |= {"cache": self.kind, "has_past": True, "packed_cache": self.packed}
-        wanted = any(p is not None and (p.is_graph_output() or len(p.uses()) > 0) for _, p in self.pasts.values())
+        wanted = any(p is not None for _, p in self.pasts.values())
         settings["has_present"] = wanted
+        if self.lengths is not None:
+            settings["static_cache"] = True
+            operands["cache_lengths"] = Operand((Piece(self.lengths, reshape=(-1,)),))
         for name, (past, present) in self.pasts.items():
             axes = 4 if self.kind == "expanded" else len(past.shape or ())
             width = rank + rope if self.packed else rank if name == "past_latent" else rope
@@ -57,11 +71,10 @@ class Cache:
 
 
 def read_cache(
-    view: GraphView, core: Core, latent: Latent, k_flow: Flow, v_flow: Flow, rank: int, rope: int
+    view: GraphView, symbolic: Symbolic, core: Core, latent: Latent, k_flow: Flow, v_flow: Flow, rope: int
 ) -> Cache | Refusal | None:
     """The block's cache; None without one."""
-    rope_joins = [j for j in k_flow.joins if j not in v_flow.joins]
-    expanded = list(v_flow.joins)
+    others = [j for j in k_flow.joins if j not in v_flow.joins]
     if core.joins:
         pasts = {f"past_{kind}": (past, present) for kind, past, _, present in core.joins}
         first = core.joins[0][1]
@@ -69,48 +82,77 @@ def read_cache(
             return Refusal("cache", "a cache of keys without four axes")
         return Cache("expanded", of_dim(first.shape[2], first, 2), dict(pasts))
     if latent.joins:
-        return _latents(latent.joins, [j for j in k_flow.joins if j not in latent.joins], rope)
-    if expanded:
-        keys = list(rope_joins)
-        if len(expanded) != 1 or len(keys) != 1:
+        ropes = [j for j in k_flow.joins if j.node not in {x.node for x in latent.joins}]
+        return _latents(symbolic, latent.joins, ropes, rope)
+    if v_flow.joins:
+        if len(v_flow.joins) != 1 or len(others) != 1:
             return Refusal("cache", "keys and values are not joined to one cache each")
-        return _expanded(keys[0], expanded[0])
-    if rope_joins:
+        return _expanded(symbolic, others[0], v_flow.joins[0])
+    if others:
         return Refusal("cache", "rotary keys have a cache, latents have none")
     return None
 
 
-def _growing(join: Join, axes: tuple[int, ...]) -> bool:
-    return join.index is None and join.axis in axes and rank_of(join.past) == rank_of(join.present)
-
-
-def _latents(latents: list[Join], ropes: list[Join], rope: int) -> Cache | Refusal:
-    if len(latents) != 1 or len(ropes) > 1 or (rope and not ropes):
+def _latents(symbolic: Symbolic, latents: list[Join], ropes: list[Join], rope: int) -> Cache | Refusal:
+    packed = bool(rope) and not ropes
+    if len(latents) != 1 or len(ropes) > 1:
         return Refusal("cache", "latents and rotary keys are not joined to one cache each")
     for join in (*latents, *ropes):
-        if join.index is not None:
-            return Refusal("static-cache", "a cache that new tokens are written into, at places of the graph's own")
         axis = (rank_of(join.present) or 0) - 2
         dims = static_dims(join.past)
-        if not _growing(join, (axis,)) or dims is None or (len(dims) == 4 and dims[1] != 1) or len(dims) not in (3, 4):
+        if join.axis != axis or dims is None or (len(dims) == 4 and dims[1] != 1) or len(dims) not in (3, 4):
             return Refusal("cache", "a cache of latents in another layout")
-    past = latents[0].past
-    assert past.shape is not None
-    found = Cache("latent", of_dim(past.shape[latents[0].axis], past, latents[0].axis))
-    found.pasts["past_latent"] = (past, latents[0].present)
+    found = _with_length(symbolic, "latent", [*latents, *ropes])
+    if isinstance(found, Refusal):
+        return found
+    found.packed = packed
+    found.pasts["past_latent"] = (latents[0].past, latents[0].present)
     if ropes:
         found.pasts["past_k_rope"] = (ropes[0].past, ropes[0].present)
     return found
 
 
-def _expanded(keys: Join, values: Join) -> Cache | Refusal:
+def _expanded(symbolic: Symbolic, keys: Join, values: Join) -> Cache | Refusal:
     for join in (keys, values):
-        if join.index is not None:
-            return Refusal("static-cache", "a cache that new tokens are written into, at places of the graph's own")
-        if not _growing(join, (2,)) or rank_of(join.past) != 4:
+        if join.axis != 2 or rank_of(join.past) != 4:
             return Refusal("cache", "a cache of keys and values in another layout")
-    past = keys.past
-    assert past.shape is not None
-    found = Cache("expanded", of_dim(past.shape[2], past, 2))
+    found = _with_length(symbolic, "expanded", [keys, values])
+    if isinstance(found, Refusal):
+        return found
     found.pasts = {"past_key": (keys.past, keys.present), "past_value": (values.past, values.present)}
     return found
+
+
+def _with_length(symbolic: Symbolic, kind: str, joins: list[Join]) -> Cache | Refusal:
+    """The cache without its tensors: how many tokens are there."""
+    first = joins[0]
+    assert first.past.shape is not None
+    if all(j.index is None for j in joins):
+        return Cache(kind, of_dim(first.past.shape[first.axis], first.past, first.axis))
+    unclear = Refusal(
+        "static-cache",
+        "a cache that new tokens are written into at places that are not shown to follow one another from one length "
+        "on, for a batch of one",
+    )
+    batch = first.past.shape[0]
+    if any(j.index is None for j in joins) or batch != 1:
+        return unclear
+    try:
+        places = [symbolic(j.index) for j in joins]
+    except Unknown:
+        return unclear
+    element = places[0].element
+    if any(p.element != element for p in places) or not isinstance(element, Lin):
+        return unclear
+    start = element.put({"@2": Lin(0)})
+    steps = element - start
+    if steps != axis(2) and not (steps == Lin(0) and places[0].shape[0].number == 1):
+        return unclear
+    if start.const or len(start.terms) != 1 or start.terms[0][1] != 1 or not isinstance(start.terms[0][0], Look):
+        return unclear
+    value = start.terms[0][0].value
+    dims = static_dims(value)
+    if dims is None or any(d != 1 for d in dims):
+        return unclear
+    nodes = {n for j in joins if j.index is not None for n in symbolic.nodes_of(j.index)}
+    return Cache(kind, start, lengths=value, nodes=nodes)

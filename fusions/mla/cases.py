@@ -52,6 +52,9 @@ def draw(candidate: Candidate, batch: int, tokens: int, past: int, seed: int, ca
         found["gate"] = rng.normal(0.0, 30.0 if case == "gate-extreme" else 2.0, (batch, tokens, heads))
     _cache(config, found, batch, past, rng)
     keys = past + tokens if config.has_past else tokens
+    if config.static_cache:
+        keys = past
+        found["cache_lengths"] = rng.integers(0, past - tokens + 1, batch)
     if config.has_mask:
         found["attn_mask"] = _mask(candidate, batch, tokens, keys, rng, case)
     if case == "wide":
@@ -67,7 +70,7 @@ def draw(candidate: Candidate, batch: int, tokens: int, past: int, seed: int, ca
             if name in found:
                 found[name][:, -(tokens // 3 + 1) :] = 0.0
     names = config.input_names()
-    return {n: a if a.dtype == bool else a.astype(np.float32) for n, a in found.items() if n in names}
+    return {n: a if a.dtype.kind in "bi" else a.astype(np.float32) for n, a in found.items() if n in names}
 
 
 def _cache(config: MlaConfig, found: Arrays, batch: int, past: int, rng: np.random.Generator) -> None:

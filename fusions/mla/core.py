@@ -37,6 +37,7 @@ class Core:
     explained: set[ir.Node] = field(default_factory=set)
     joins: list[tuple[str, ir.Value, ir.Value, ir.Value | None]] = field(default_factory=list)
     default_scale: bool = False
+    product: ir.Node | None = None  # of the probabilities and the values
 
 
 def is_anchor(node: ir.Node) -> bool:
@@ -206,7 +207,7 @@ def _after(view: GraphView, core: Core, value: ir.Value) -> bool:
             other = user.inputs[1] if user.inputs[0] is value else user.inputs[0]
             if other is None or view.is_const(other):
                 return False
-            core.v, core.o = other, user.outputs[0]
+            core.v, core.o, core.product = other, user.outputs[0], user
             _guards(view, core)
             return True
         if is_op(user, "Where"):

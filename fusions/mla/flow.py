@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ..graph import GraphView, attribute_int, is_op, rank_of, static_dims
+from ..cleanup.rms_norm import rms_norm_of
+from ..graph import GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
 
 _MOVES = frozenset("Cast Expand Flatten Identity Neg Reshape Slice Split Squeeze Tile Transpose Unsqueeze".split())
 
@@ -88,8 +89,15 @@ def walk(view: GraphView, start: ir.Value) -> Flow:
         if producer is None or is_leaf(view, value) or _is_part(view, producer):
             found.leaves.setdefault(value, scale)
             continue
+        if rms_norm_of(value) is not None:
+            found.leaves.setdefault(value, scale)
+            continue
         found.nodes[producer] = None
-        if is_op(producer, *_MOVES) or is_op(producer, "Gather"):
+        cut = cut_of(view, value)
+        if cut is not None:
+            found.joins.append(cut[0])
+            visit(cut[1], scale)
+        elif is_op(producer, *_MOVES) or is_op(producer, "Gather"):
             visit(producer.inputs[0], scale)
         elif is_op(producer, "Concat"):
             join = join_of(view, producer)
@@ -225,18 +233,80 @@ def join_of(view: GraphView, node: ir.Node) -> Join | None:
 
 
 def write_of(view: GraphView, node: ir.Node) -> Join | None:
-    """New tokens written into a cache that comes from outside."""
+    """New tokens written into a cache that comes from outside, at places along one axis.
+
+    ScatterND writes along the first axis, so the exporter turns the tokens' axis there and back.
+    """
     data, index, new = node.inputs[:3]
-    if data is None or index is None or new is None:
+    if not is_op(node, "ScatterND") or data is None or index is None or new is None:
         return None
-    source = data
-    while (producer := source.producer()) is not None and is_op(producer, "Transpose", "Identity", "Reshape"):
-        if producer.inputs[0] is None:
+    there, fresh = data.producer(), new.producer()
+    users = view.users(node.outputs[0])
+    if there is None or fresh is None or not is_op(there, "Transpose") or not is_op(fresh, "Transpose"):
+        return None
+    back = users[0] if len(users) == 1 and is_op(users[0], "Transpose") else None
+    perms = [list(n.attributes["perm"].as_ints()) for n in (there, fresh, back) if n is not None]
+    past, added = there.inputs[0], fresh.inputs[0]
+    if back is None or past is None or added is None or past.producer() is not None or view.is_const(past):
+        return None
+    order = perms[0]
+    if perms[1] != order or [perms[2][p] for p in range(len(order))] != [order.index(i) for i in range(len(order))]:
+        return None
+    dims = static_dims(index)
+    if dims is None or len(dims) != 2 or dims[1] != 1 or attribute_string(node, "reduction", "none") != "none":
+        return None
+    return Join(node, past, added, back.outputs[0], order[0], index)
+
+
+def cut_of(view: GraphView, value: ir.Value) -> tuple[Join, ir.Value] | None:
+    """A cut along the channels of a packed cache: the cache's join and the same channels of what is new."""
+    node = value.producer()
+    if node is None or not is_op(node, "Split", "Slice") or node.inputs[0] is None:
+        return None
+    whole = node.inputs[0]
+    producer, rank = whole.producer(), rank_of(whole)
+    join = join_of(view, producer) if is_op(producer, "Concat") and producer is not None else None
+    limits = _channels(view, node, value, rank)
+    if join is None or limits is None:
+        return None
+    parts = unmoved(view, join.new).producer()
+    if not is_op(parts, "Concat") or parts is None:
+        return None
+    start = 0
+    for part in parts.inputs:
+        width = None if part is None else channels_of(part)
+        if part is None or width is None:
             return None
-        source = producer.inputs[0]
-    if source.producer() is not None or view.is_const(source):
+        if (start, start + width) == limits:
+            return join, part
+        start += width
+    return None
+
+
+def _channels(view: GraphView, node: ir.Node, value: ir.Value, rank: int | None) -> tuple[int, int] | None:
+    """The range of channels that a Split or Slice takes."""
+    if rank is None:
         return None
-    return Join(node, source, new, node.outputs[0], -1, index)
+    if is_op(node, "Split"):
+        if attribute_int(node, "axis", 0) % rank != rank - 1:
+            return None
+        start = 0
+        for output in node.outputs:
+            width = channels_of(output)
+            if width is None:
+                return None
+            if output is value:
+                return start, start + width
+            start += width
+        return None
+    axes = view.ints(node.inputs[3]) if len(node.inputs) > 3 else None
+    steps = view.ints(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else [1]
+    starts, width = view.ints(node.inputs[1]), channels_of(value)
+    if axes is None or [a % rank for a in axes] != [rank - 1] or steps != [1] or starts is None or width is None:
+        return None
+    whole = None if node.inputs[0] is None else channels_of(node.inputs[0])
+    start = starts[0] if starts[0] >= 0 or whole is None else starts[0] + whole
+    return start, start + width
 
 
 def unmoved(view: GraphView, value: ir.Value) -> ir.Value:

@@ -46,18 +46,18 @@ class FuseMla(FusePass):
     def run(self, model: ir.Model, report: PassReport) -> None:
         if any(is_anchor(n) for n in model.graph):
             merge_equal(model.graph)
-            self._symbolic: Symbolic | None = None
             super().run(model, report)
 
     def places(self, view: GraphView) -> list[Place]:
         found: list[Place] = []
+        self._symbolic = Symbolic(view)
         for node in view.graph:
             if not is_anchor(node):
                 continue
             core = read_core(view, node)
             if core is None:
                 continue
-            block = core if isinstance(core, Refusal) else read_block(view, core)
+            block = core if isinstance(core, Refusal) else read_block(view, self._symbolic, core)
             if block is None:
                 continue
             name = name_of(node, view)
@@ -79,12 +79,9 @@ class FuseMla(FusePass):
 
     def _screened(self, view: GraphView, prover: Prover, place: Site, region: RegionReport) -> Iterator[Candidate]:
         assert place.block is not None
-        if self._symbolic is None or self._symbolic.view is not view:
-            self._symbolic = Symbolic(view)
         for count, candidate in enumerate(candidates(view, self._symbolic, place.block, place.name, place.form)):
             if count >= MAX_READINGS:
                 return
-            region.nodes = max(region.nodes, 0)
             measured = type_refusal(candidate) or prover.screen(candidate)
             if isinstance(measured, Refusal):
                 region.refusal = region.refusal or measured

@@ -50,12 +50,11 @@ def shrink(view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapp
         _check_result(config, name, result, slicer)
     for value, spread in inputs.items():
         shapes[value][spread.axis] = slicer.kept_count(spread)
-    dims: dict[ir.Value, list[int | str | None]] = {value: list(shape) for value, shape in shapes.items()}
     return Shrunk(
         _reduced(candidate, len(heads)),
         heads,
         len(heads) / config.num_heads,
-        Cut(protos, list(slicer.tensors.values()), dims),
+        Cut(protos, list(slicer.tensors.values()), shapes),
         lambda whole, given: _parameters(config, heads, parameter_arrays(view, whole, given)),
     )
 
@@ -96,6 +95,8 @@ def _weights(candidate: Candidate) -> dict[ir.Value, Spread]:
     heads, nope, value = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
     parameter = candidate.parameters["kv_b_weight"]
     order = parameter.form.split(" ")[0] or "heads"
+    if order == "absorbed":
+        raise HeadsMix("absorbed weights")
     if order == "heads":
         owners = [_each(heads, nope + value)]
     elif order == "parts":

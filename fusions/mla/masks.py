@@ -232,13 +232,13 @@ def _frozen(view: GraphView, term: MaskTerm, offset: Lin, tokens: Lin) -> tuple[
         return None
     if any(d != 1 for d in array.shape[:-2]):
         return None
-    table = np.asarray(array).reshape(array.shape[-2:])
+    table: np.ndarray = array.reshape(array.shape[-2], array.shape[-1])
     if table.dtype.kind != "b":
         table = table.astype(np.float32)
         if not np.all((table == 0) | (table <= NOTHING)):
             return None
         table = table == 0
-    rows, keys = int(table.shape[0]), int(table.shape[1])
+    rows, keys = table.shape[0], table.shape[1]
     if rows not in (1, tokens.number) or (rows == 1 and tokens.number != 1):
         return (0, 0) if bool(np.all(table)) else None
     place = offset.number + np.arange(rows)[:, None]

@@ -63,6 +63,8 @@ class MlaOp(FusedOp):
             number = fixed.get(name, 1)
             return number if isinstance(number, int) else choices[name][i % len(choices[name])]
 
+        if candidate.config.static_cache:
+            choices["past"] = (40, 64, 33, 50)
         names = [n for n in ("batch", "tokens", "past") if n in fixed or n != "past"]
         frozen = all(isinstance(fixed.get(n, 1), int) for n in names)
         plan = [
@@ -77,7 +79,7 @@ class MlaOp(FusedOp):
         far = sorted({b + 3 for b in (*named[-1:], sum(named)) if 130 < b + 3 <= LONGEST_PROBE + 3})
         probes: list[dict[str, int]] = []
         for tokens, past in (*PROBES, *((f, 3) for f in far), *((2, f) for f in far)):
-            wanted = {"tokens": tokens, "past": past}
+            wanted = {"tokens": tokens, "past": past + (tokens if candidate.config.static_cache else 0)}
             changed = {n: wanted[n] for n in names if n in wanted and not isinstance(fixed.get(n, 1), int)}
             if changed and {**base, **changed} not in probes:
                 probes.append({**base, **changed})

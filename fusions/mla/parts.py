@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from ..cleanup.rms_norm import rms_norm_of
-from ..graph import GraphView, is_op
+from ..graph import GraphView, attribute_string, is_op
 from ..match import uncast
 from .core import Core
-from .flow import Join, join_of, unmoved, write_of
+from .flow import Join, cut_of, join_of, unmoved, write_of
 
 
 @dataclass
@@ -51,9 +51,19 @@ def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
         producer = value.producer()
         if producer is None:
             break
+        cut = cut_of(view, value)
+        if cut is not None:
+            joins.append(cut[0])
+            value = cut[1]
+            continue
+        if is_op(producer, "Transpose") and (inner := producer.inputs[0]) is not None:
+            writer = inner.producer()
+            written = write_of(view, writer) if writer is not None and is_op(writer, "ScatterND") else None
+            if written is not None and written.present is value:
+                joins.append(written)
+                value = written.new
+                continue
         join = join_of(view, producer) if is_op(producer, "Concat") else None
-        if join is None and is_op(producer, "ScatterND", "ScatterElements"):
-            join = write_of(view, producer)
         if join is None:
             break
         joins.append(join)
@@ -145,7 +155,7 @@ def ends_of(view: GraphView, core: Core) -> list[End]:
             if weight is None or weight.shape is None or len(weight.shape) < 3:
                 break
             end.weights.append((user, weight))
-            labels = None
+            labels = einsum_labels(user) if is_op(user, "Einsum") else labels
         elif not is_op(user, "Cast", "Identity"):
             break
         value = user.outputs[0]
@@ -154,11 +164,28 @@ def ends_of(view: GraphView, core: Core) -> list[End]:
 
 
 def _labels(core: Core) -> str | None:
-    producer = core.o.producer()
+    """The axes of the attention's output."""
     rank = None if core.o.shape is None else len(core.o.shape)
-    if rank == 4 and not is_op(producer, "Einsum"):
+    if rank != 4:
+        return None
+    node = core.product
+    if node is None or not is_op(node, "Einsum"):
         return "BHSD"
-    return None
+    return einsum_labels(node)
+
+
+def einsum_labels(node: ir.Node) -> str | None:
+    """The axes of an Einsum's result: batch, then heads (in both operands, or those of the weights) and tokens."""
+    left, right = attribute_string(node, "equation", "").replace(" ", "").split("->")
+    terms = left.split(",")
+    if len(right) != 4 or len(terms) != 2:
+        return None
+    heads = [c for c in right[1:] if all(c in t for t in terms)]
+    if not heads:  # values that all heads share: the probabilities are [batch, heads, queries, keys]
+        heads = [c for c in right[1:] if len(terms[0]) == 4 and terms[0][1] == c]
+    if len(heads) != 1:
+        return None
+    return {1: "BHSD", 2: "BSHD"}.get(right.index(heads[0]))
 
 
 def _reshaped(labels: str | None, before: ir.Value, after: ir.Value) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from ...custom_ops.common.refusal import Refusal
 from ...custom_ops.mla.spec import MlaConfig
 from ..candidate import Candidate, Operand, Parameter, Piece, Result
-from ..graph import GraphView, is_op, rank_of, static_dims
+from ..graph import GraphView, attribute_string, is_op, rank_of, static_dims
 from ..region import Region, backward
 from .caches import Cache, read_cache
 from .core import Core
@@ -45,112 +46,273 @@ class Block:
     value: int
     rank: int
     weights: list[tuple[ir.Value, bool]]
+    order: str
     scale: float
     factors: list[ir.Value]
     q_scale: ir.Value | None
     q_flow: Flow
     cache: Cache | None = None
     explained: set[ir.Node] = field(default_factory=set)
+    compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
 
 
-def read_block(view: GraphView, core: Core) -> Block | Refusal | None:
+def read_block(view: GraphView, symbolic: Symbolic, core: Core) -> Block | Refusal | None:
     """The block around an attention, why it is none that the op takes, or None: not latent attention at all."""
     name = core.anchor.name or ""
-    v_flow = walk(view, core.v)
-    k_flows = [walk(view, k) for _, k in core.products]
-    q_flows = [walk(view, q) for q, _ in core.products]
     ends = ends_of(view, core)
-    if len(core.products) == 1 and not ends[0].weights:
-        return _expanded(view, core, v_flow, k_flows[0], q_flows[0], ends, name)
-    return Refusal("absorbed", "absorbed weights", name) if ends[0].weights else None
+    if ends[0].weights:
+        found = _absorbed(view, core, ends[0])
+    elif len(core.products) == 1:
+        found = _expanded(view, core, ends[0])
+    else:
+        return None
+    if found is None or isinstance(found, Refusal):
+        return None if found is None else replace(found, node=name)
+    made = _block(view, symbolic, core, ends[0], found)
+    return replace(made, node=name) if isinstance(made, Refusal) else made
 
 
-def _expanded(
-    view: GraphView, core: Core, v_flow: Flow, k_flow: Flow, q_flow: Flow, ends: list[End], name: str
-) -> Block | Refusal | None:
-    shared = [leaf for leaf in v_flow.leaves if leaf in k_flow.leaves and linear_weight(view, leaf) is not None]
-    v_linear = [leaf for leaf in v_flow.leaves if linear_weight(view, leaf) is not None]
+@dataclass
+class _Ways:
+    """The ways from the attention to its operands, however the weights are applied.
+
+    Attributes:
+        q, k, v: walks; ``parts``: for each part of the queries and keys the factor on the scores.
+        weights, flips, order: kv_b's constants, transposed or not, and how they are laid out.
+    """
+
+    q: Flow
+    k: Flow
+    v: Flow
+    latent: Latent
+    k_rope: ir.Value | None
+    weights: list[ir.Value]
+    flips: list[bool]
+    order: str
+    rank: int
+    scale: float
+    query: ir.Value
+    columns: int  # H * (Dn + Dv)
+    heads: int | None = None
+    value: int | None = None
+    compute: Any = None
+
+
+def _base(view: GraphView, leaf: ir.Value) -> ir.Value:
+    """The linear layer's result that a leaf is cut from, or the leaf."""
+    producer = leaf.producer()
+    if is_op(producer, "Split", "Slice") and producer is not None and producer.inputs[0] is not None:
+        if linear_weight(view, producer.inputs[0]) is not None:
+            return producer.inputs[0]
+    return leaf
+
+
+def _expanded(view: GraphView, core: Core, end: End) -> _Ways | Refusal | None:
+    """Keys and values are made of latents for every head."""
+    (q_value, k_value), v_value = core.products[0], core.v
+    v_flow, k_flow, q_flow = walk(view, v_value), walk(view, k_value), walk(view, q_value)
+    v_linear = [leaf for leaf in v_flow.leaves if linear_weight(view, _base(view, leaf)) is not None]
     if len(v_linear) != 1:
         return None
-    kv_b: list[ir.Value] = [shared[0]] if len(shared) == 1 else []
+    v_base = _base(view, v_linear[0])
+    own = [leaf for leaf in k_flow.leaves if _base(view, leaf) is v_base]
+    kv_b, order = ([v_base], "heads" if v_linear[0] is v_base else "parts") if len(own) == 1 else ([], "")
     if not kv_b:
-        kv_b = _separate(view, v_linear[0], k_flow)
-    if not kv_b:
-        return None
-    _node, source, weight, transposed = linear_weight(view, kv_b[0])  # type: ignore[misc]
+        own = _separate(view, v_base, k_flow)
+        if not own or v_base is not v_linear[0]:
+            return None
+        kv_b, order = [own[0], v_base], "split"
+    layers = [linear_weight(view, leaf) for leaf in kv_b]
+    _, source, weight, transposed = layers[-1]  # type: ignore[misc]
     dims = static_dims(weight)
-    if dims is None or None in dims:
+    if dims is None or dims[0] is None or dims[1] is None:
         return None
     rank = dims[1] if transposed else dims[0]
-    assert rank is not None
     latent = latent_of(view, source, rank)
-    others = [leaf for leaf in k_flow.leaves if leaf not in kv_b]
+    plain = latent.epsilon is None and not latent.joins
+    others = [leaf for leaf in k_flow.leaves if leaf not in own]
     if len(others) > 1:
-        return (
-            None
-            if not latent.joins and latent.epsilon is None
-            else Refusal("keys", f"keys are made of {len(others) + 1} parts", name)
-        )
-    k_rope = others[0] if others else None
-    if k_rope is None and latent.epsilon is None and not latent.joins:
+        return None if plain else Refusal("keys", f"keys are made of {len(others) + 1} parts")
+    if not others and plain:
         return None  # plain attention whose keys and values share a layer
-    if any(f.lost is not None for f in (q_flow, k_flow, v_flow)) and len(q_flow.leaves) != 1:
-        lost = next(f.lost for f in (q_flow, k_flow, v_flow) if f.lost is not None)
-        return Refusal("flow", f"{lost.op_type} between the projections and the attention", lost.name or name)
-    if len(q_flow.leaves) != 1:
-        return Refusal("queries", f"queries are made of {len(q_flow.leaves)} parts", name)
-    q, q_scale_factor = next(iter(q_flow.leaves.items()))
-    sizes = _sizes(view, core, q, q_flow, k_rope, kv_b, ends[0])
-    if isinstance(sizes, Refusal):
-        return replace(sizes, node=name)
-    heads, nope, rope, value = sizes
+    refused = _query_refusal(q_flow, k_flow, v_flow)
+    if refused is not None:
+        return refused
+    query, q_factor = next(iter(q_flow.leaves.items()))
     if abs(v_flow.leaves[v_linear[0]] - 1.0) > 1e-6:
-        return Refusal("values", "values are scaled", name)
-    k_scales = {round(s, 9) for s in k_flow.leaves.values()}
-    if len(k_scales) != 1:
-        return Refusal("keys", "parts of the keys are scaled differently", name)
-    scale = core.scale * q_scale_factor * next(iter(k_flow.leaves.values()))
-    if core.default_scale:
-        scale = (nope + rope) ** -0.5 * q_scale_factor * next(iter(k_flow.leaves.values()))
-    factors = list(q_flow.factors)
-    q_scales = [f for f in factors if channels_of_factor(q_flow, f) == 1]
-    factors = [f for f in factors if f not in q_scales]
-    if len(q_scales) > 1:
-        return Refusal("scale", "several factors for each query", name)
-    block = Block(
-        core,
-        ends[0],
-        q,
+        return Refusal("values", "values are scaled")
+    k_factors = {round(s, 9) for s in k_flow.leaves.values()}
+    if len(k_factors) != 1:
+        return Refusal("keys", "parts of the keys are scaled differently")
+    widths = [channels_of(leaf) for leaf in kv_b]
+    if None in widths:
+        return Refusal("shape", "the channels of keys and values are not known")
+    return _Ways(
+        q_flow,
+        k_flow,
+        v_flow,
+        latent,
+        others[0] if others else None,
+        [layer[2] for layer in layers if layer is not None],
+        [layer[3] for layer in layers if layer is not None],
+        order,
+        rank,
+        q_factor * k_flow.leaves[own[0]],
+        query,
+        sum(w for w in widths if w is not None),
+    )
+
+
+def _query_refusal(q_flow: Flow, k_flow: Flow, v_flow: Flow) -> Refusal | None:
+    if len(q_flow.leaves) == 1:
+        return None
+    lost = next((f.lost for f in (q_flow, k_flow, v_flow) if f.lost is not None), None)
+    if lost is not None:
+        return Refusal("flow", f"{lost.op_type} between the projections and the attention")
+    return Refusal("queries", f"queries are made of {len(q_flow.leaves)} parts")
+
+
+def _absorbed(view: GraphView, core: Core, end: End) -> _Ways | Refusal | None:
+    """Queries go into the latents' space, and what comes out of the attention goes back into the values'."""
+    unclear = Refusal("absorbed", "absorbed weights in a form that is not known")
+    if len(core.products) != 2 or len(end.weights) != 1:
+        return unclear
+    q_flows = [walk(view, q) for q, _ in core.products]
+    wide = [i for i, f in enumerate(q_flows) if len(f.weights) == 1]
+    if len(wide) != 1 or any(len(f.leaves) != 1 for f in q_flows):
+        return unclear
+    inside, outside = q_flows[wide[0]], q_flows[1 - wide[0]]
+    k_value, r_value = core.products[wide[0]][1], core.products[1 - wide[0]][1]
+    key, value = _factors(view, *inside.weights[0]), _factors(view, *end.weights[0])
+    if key is None or value is None or outside.weights:
+        return unclear
+    (key_shape, key_order), (value_shape, value_order) = key, value
+    heads, nope, rank = key_shape
+    if value_shape[0] != heads or value_shape[1] != rank:
+        return unclear
+    width = value_shape[2]
+    latent, again = latent_of(view, core.v, rank), latent_of(view, k_value, rank)
+    if latent.raw is not again.raw or [j.node for j in latent.joins] != [j.node for j in again.joins]:
+        return Refusal("absorbed", "keys and values are not the same latents")
+    k_flow = walk(view, r_value)
+    if len(k_flow.leaves) != 1:
+        return unclear
+    query = next(iter(inside.leaves))
+    if next(iter(outside.leaves)) is not query:
+        return Refusal("queries", "queries are made of 2 parts")
+    k_rope, k_factor = next(iter(k_flow.leaves.items()))
+    if abs(inside.leaves[query] / (outside.leaves[query] * k_factor) - 1.0) > 1e-6:
+        return Refusal("scale", "parts of the scores are scaled differently")
+    flow = Flow(dict(outside.leaves), {**inside.factors, **outside.factors})
+    flow.nodes = {**inside.nodes, **outside.nodes}
+
+    def compute(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        up = np.transpose(arrays[0], key_order)  # [H, Dn, R]
+        down = np.transpose(arrays[1], value_order)  # [H, R, Dv]
+        both = np.concatenate([up.transpose(2, 0, 1), down.transpose(1, 0, 2)], axis=-1)
+        return both.reshape(rank, heads * (nope + width))
+
+    v_flow = Flow()
+    return _Ways(
+        flow,
+        k_flow,
+        v_flow,
         latent,
         k_rope,
+        [inside.weights[0][1], end.weights[0][1]],
+        [False, False],
+        f"absorbed {key_order} {value_order}",
+        rank,
+        inside.leaves[query],
+        query,
+        heads * (nope + width),
+        heads,
+        width,
+        compute,
+    )
+
+
+def _factors(
+    view: GraphView, node: ir.Node, weight: ir.Value
+) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
+    """Sizes (heads, taken, given) of a matrix for each head, and the order of its axes that this takes."""
+    dims = static_dims(weight)
+    if dims is not None and len(dims) == 4 and dims[0] == 1:
+        return None
+    if dims is None or len(dims) != 3 or None in dims:
+        return None
+    if is_op(node, "MatMul"):
+        order = (0, 1, 2)
+        if node.inputs[1] is not weight:
+            return None
+    else:
+        left, right = attribute_string(node, "equation", "").replace(" ", "").split("->")
+        terms = left.split(",")
+        at = 0 if node.inputs[0] is weight else 1
+        letters, other = terms[at], terms[1 - at]
+        if len(letters) != 3 or len(set(letters)) != 3:
+            return None
+        heads = [c for c in letters if c in other and c in right]
+        taken = [c for c in letters if c in other and c not in right]
+        given = [c for c in letters if c not in other and c in right]
+        if not len(heads) == len(taken) == len(given) == 1:
+            return None
+        order = (letters.index(heads[0]), letters.index(taken[0]), letters.index(given[0]))
+    h, t, g = (dims[i] for i in order)
+    assert h is not None and t is not None and g is not None
+    return (h, t, g), order
+
+
+def _block(view: GraphView, symbolic: Symbolic, core: Core, end: End, ways: _Ways) -> Block | Refusal:
+    """Sizes, scale, rotations and cache."""
+    sizes = _sizes(core, ways, end)
+    if isinstance(sizes, Refusal):
+        return sizes
+    heads, nope, rope, value = sizes
+    scale = ways.scale * ((nope + rope) ** -0.5 if core.default_scale else core.scale)
+    factors = list(ways.q.factors)
+    q_scales = [f for f in factors if channels_of_factor(ways.q, f) == 1]
+    factors = [f for f in factors if f not in q_scales]
+    if len(q_scales) > 1:
+        return Refusal("scale", "several factors for each query")
+    if set(ways.k.factors) - set(factors):
+        return Refusal("rope", "keys are multiplied with something that queries are not")
+    if len(factors) not in (0, 2):
+        return Refusal("rope", f"{len(factors)} factors in the rotation: a cosine and a sine were expected")
+    cache = read_cache(view, symbolic, core, ways.latent, ways.k, ways.v, rope)
+    if isinstance(cache, Refusal):
+        return cache
+    block = Block(
+        core,
+        end,
+        ways.query,
+        ways.latent,
+        ways.k_rope,
         heads,
         nope,
         rope,
         value,
-        rank,
-        [(linear_weight(view, leaf)[2], linear_weight(view, leaf)[3]) for leaf in kv_b],  # type: ignore[index]
+        ways.rank,
+        list(zip(ways.weights, ways.flips, strict=True)),
+        ways.order,
         scale,
         factors,
         q_scales[0] if q_scales else None,
-        q_flow,
+        ways.q,
+        cache,
+        compute=ways.compute,
     )
-    if set(k_flow.factors) - set(factors):
-        return Refusal("rope", "keys are multiplied with something that queries are not", name)
-    cache = read_cache(view, core, latent, k_flow, v_flow, block.rank, rope)
-    if isinstance(cache, Refusal):
-        return replace(cache, node=name)
-    block.cache = cache
-    block.explained = {*core.explained, *latent.nodes, *block.end.explained}
+    block.explained = {*core.explained, *ways.latent.nodes, *end.explained, *(cache.nodes if cache else ())}
     return block
 
 
 def _separate(view: GraphView, v_linear: ir.Value, k_flow: Flow) -> list[ir.Value]:
-    """A layer each for keys and values, over the same latent: [keys' leaf, values' leaf]."""
+    """The keys' own layer, over the same latent as the values'."""
     source = unmoved(view, linear_weight(view, v_linear)[1])  # type: ignore[index]
     for leaf in k_flow.leaves:
         found = linear_weight(view, leaf)
         if found is not None and unmoved(view, found[1]) is source and len(k_flow.leaves) == 2:
-            return [leaf, v_linear]
+            return [leaf]
     return []
 
 
@@ -171,23 +333,20 @@ def _product_of(value: ir.Value, axes: slice) -> int | None:
     return int(np.prod([d for d in dims[axes] if d is not None]))
 
 
-def _sizes(
-    view: GraphView, core: Core, q: ir.Value, q_flow: Flow, k_rope: ir.Value | None, kv_b: list[ir.Value], end: End
-) -> tuple[int, int, int, int] | Refusal:
+def _sizes(core: Core, ways: _Ways, end: End) -> tuple[int, int, int, int] | Refusal:
     """(heads, nope, rope, value) from the channels of the layers."""
     rope = 0
-    if k_rope is not None:
-        found = channels_of(k_rope)
+    if ways.k_rope is not None:
+        found = channels_of(ways.k_rope)
         if found is None:
             return Refusal("shape", "the width of the rotary keys is not known")
         rope = found
-    q_rank = rank_of(q) or 0
-    q_channels = channels_of(q) if q_rank <= 3 else _q_channels(q)
-    both = [channels_of(leaf) for leaf in kv_b]
-    heads, value = _heads(core, end)
-    if q_channels is None or None in both:
-        return Refusal("shape", "the channels of queries or keys are not known")
-    total = sum(b for b in both if b is not None)
+    q = ways.query
+    q_channels = channels_of(q) if (rank_of(q) or 0) <= 3 else _q_channels(q)
+    heads, value = (ways.heads, ways.value) if ways.heads is not None else _heads(core, end)
+    if q_channels is None:
+        return Refusal("shape", "the channels of queries are not known")
+    total = ways.columns
     if heads is None and rope and end.layout in ("BSC", "NC") and (wide := channels_of(end.x)) is not None:
         heads = (q_channels + wide - total) // rope
         value = wide // heads if heads else None
@@ -236,10 +395,9 @@ def candidates(view: GraphView, symbolic: Symbolic, block: Block, name: str, for
     masks = read_masks(view, symbolic, block.core.terms, block.core.causal, offset, tokens)
     for mask in masks:
         for rope, cos, sin in _rotations(view, block):
-            for order in ("heads", "parts") if len(block.weights) == 1 else ("split",):
-                found = _candidate(view, block, mask, rope, cos, sin, order, name, form)
-                if found is not None:
-                    yield found
+            found = _candidate(view, block, mask, rope, cos, sin, name, form)
+            if found is not None:
+                yield found
 
 
 def _places(block: Block) -> tuple[Lin, Lin]:
@@ -367,7 +525,6 @@ def _candidate(
     rope: str,
     cos: ir.Value | None,
     sin: ir.Value | None,
-    order: str,
     name: str,
     form: str,
 ) -> Candidate | None:
@@ -395,7 +552,7 @@ def _candidate(
             return None
         if block.k_rope is not None and not give("k_rope", _wide(block.k_rope, block.rope)):
             return None
-    _weights(block, order, parameters)
+    _weights(block, parameters)
     if block.latent.epsilon is not None:
         settings |= {"has_kv_norm": True, "kv_norm_eps": short(block.latent.epsilon)}
         latent, rank = block.latent, block.rank
@@ -429,7 +586,7 @@ def _candidate(
             return None
         operands["attn_mask"] = Operand((piece,))
         settings |= {"has_mask": True, "bool_mask": mask.is_bool}
-    elif block.core.terms:
+    if block.core.causal or (block.core.terms and (mask.operand is None or mask.keys_only)):
         absorbed.append("mask")
     if block.end.gate is not None:
         give("gate", _rows_of_heads(block.end.gate, block.heads))
@@ -491,15 +648,19 @@ def _constant_rows(width: int):  # type: ignore[no-untyped-def]
     return compute
 
 
-def _weights(block: Block, order: str, parameters: dict[str, Parameter]) -> None:
+def _weights(block: Block, parameters: dict[str, Parameter]) -> None:
     """kv_b_weight [R, H*(Dn+Dv)], each head key | value."""
-    heads, nope, value, rank = block.heads, block.nope, block.value, block.rank
+    heads, nope, value, rank, order = block.heads, block.nope, block.value, block.rank, block.order
     sources = tuple(w for w, _ in block.weights)
     flips = [t for _, t in block.weights]
     noise = 0.3 / rank**0.5
     shape = (rank, heads * (nope + value))
     if order == "heads" and not flips[0]:
         parameters["kv_b_weight"] = Parameter(sources, None, noise=noise)
+        return
+
+    if block.compute is not None:
+        parameters["kv_b_weight"] = Parameter(sources, block.compute, noise=noise, shape=shape, form=order)
         return
 
     def compute(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -519,7 +680,7 @@ def _mask_piece(block: Block, mask: Mask) -> Piece | None:
     dims = value.shape
     if dims is None:
         return None
-    keys = "past + tokens" if block.cache is not None else "tokens"
+    keys = "tokens" if block.cache is None else block.cache.keys
     if mask.keys_only:
         return Piece(value, reshape=(0, 1, 1, -1), axes=(_batch(dims[0]), keys)) if len(dims) == 2 else None
     if len(dims) == 2:
