@@ -92,6 +92,8 @@ STAND_INS: dict[str, str] = {"KimiDeltaAttention": "LinearAttention"}
 NO_STAND_IN: dict[str, str] = {
     "LatentAttention": "no op of ONNX Runtime takes a cache of latents (MultiHeadAttention and Attention take keys and "
     "values of every head, GroupQueryAttention those of one width)",
+    "GroupedQMoE": "ONNX Runtime's QMoE holds int4 and int8 weights with an offset that these do not have, so all "
+    "would have to be written anew, and takes no shared expert and no router whose choice is the same to the last bit",
 }
 
 

@@ -134,3 +134,14 @@ def test_a_call_that_does_not_fit_names_the_node() -> None:
     with pytest.raises(Exception, match="router_logits has 3 tokens and x has 4") as caught:
         run(running, config, fewer)
     assert "'moe'" in str(caught.value)
+
+
+def test_a_refused_call_runs_as_its_body_and_says_why() -> None:
+    inputs = draw_inputs(FULL, 3, np.random.default_rng(8))
+    model = call_model(FULL, inputs)
+    node = next(n for n in model.graph.node if n.op_type == "GroupedQMoE")
+    node.attribute.append(onnx.helper.make_attribute("of_a_later_version", 1))
+    running = plugin_session(model, strict=False)
+    (refusal,) = deltafuse.assignment(running).refused
+    assert "of_a_later_version" in refusal.reason and "QMoE" in refusal.reason
+    check(FULL, inputs, run(running, FULL, inputs), "float32")
