@@ -1,0 +1,126 @@
+// Around the experts' products: activations to float8, and the weighted sum of the experts with the shared one.
+#include <cuda_fp8.h>
+
+#include "moe_device.cuh"
+
+namespace deltafuse::moe {
+namespace {
+
+// A warp takes 128 columns of a row: the largest becomes 448.
+template <typename T>
+__global__ void __launch_bounds__(256) quantize_kernel(const T* x, int64_t rows, int cols, int64_t x_stride,
+                                                       uint8_t* out, int out_stride, float* scale, int scale_stride) {
+  const int blocks = (cols + 127) / 128, lane = threadIdx.x % 32;
+  const int64_t index = (int64_t(blockIdx.x) * 256 + threadIdx.x) / 32;
+  if (index >= rows * blocks) return;
+  const int64_t row = index / blocks;
+  const int block = static_cast<int>(index % blocks), col = block * 128 + lane * 4;
+  float v[4], most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[i] = col + i < cols ? to_float(x[row * x_stride + col + i]) : 0.0f;
+    most = fmaxf(most, fabsf(v[i]));
+  }
+  for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  const float by = most > 0.0f ? most / 448.0f : 1.0f;
+  const float times = 1.0f / by;
+  uint32_t packed = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    packed |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v[i] * times, __NV_SATFINITE, __NV_E4M3)) << (8 * i);
+  }
+  *reinterpret_cast<uint32_t*>(out + row * out_stride + col) = packed;
+  if (lane == 0) scale[row * scale_stride + block] = by;
+}
+
+// A block a token. Experts are added in the order of the choice.
+template <typename T, bool kWide>
+__global__ void __launch_bounds__(256) combine_kernel(CombineArgs a) {
+  __shared__ float parts[8];
+  __shared__ float gate;
+  const int token = blockIdx.x;
+  if (a.shared_gate) {
+    float sum = 0.0f;
+    for (int k = threadIdx.x; k < a.hidden; k += 256) {
+      sum = fmaf(to_float(static_cast<const T*>(a.x)[int64_t(token) * a.hidden + k]),
+                 load_any(a.shared_gate, k, a.shared_gate_type), sum);
+    }
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      float all = 0.0f;
+      for (int i = 0; i < 8; ++i) all += parts[i];
+      gate = 1.0f / (1.0f + expf(-all));
+    }
+    __syncthreads();
+  }
+  const float share = a.shared_gate ? gate : 1.0f;
+  constexpr int kElements = kWide ? 16 / sizeof(T) : 1;
+  struct alignas(sizeof(T) * kElements) Piece {
+    T v[kElements];
+  };
+  const T* out = static_cast<const T*>(a.out);
+  for (int col = threadIdx.x * kElements; col < a.hidden; col += 256 * kElements) {
+    float sum[kElements] = {};
+    for (int j = 0; j < a.top_k; ++j) {
+      const int64_t pair = int64_t(token) * a.top_k + j;
+      const float weight = a.weights[pair];
+      const Piece piece = *reinterpret_cast<const Piece*>(out + a.positions[pair] * a.out_stride + col);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) sum[i] = fmaf(weight, to_float(piece.v[i]), sum[i]);
+    }
+    if (a.shared) {
+      const Piece piece =
+          *reinterpret_cast<const Piece*>(static_cast<const T*>(a.shared) + int64_t(token) * a.shared_stride + col);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) sum[i] = fmaf(share, to_float(piece.v[i]), sum[i]);
+    }
+    Piece result;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) result.v[i] = from_float<T>(sum[i]);
+    *reinterpret_cast<Piece*>(static_cast<T*>(a.y) + int64_t(token) * a.hidden + col) = result;
+  }
+}
+
+template <typename T>
+cudaError_t combine(const CombineArgs& a, cudaStream_t stream) {
+  const int elements = 16 / static_cast<int>(sizeof(T));
+  const unsigned blocks = static_cast<unsigned>(a.tokens);
+  if (a.hidden % elements == 0 && a.out_stride % elements == 0) {
+    combine_kernel<T, true><<<blocks, 256, 0, stream>>>(a);
+  } else {
+    combine_kernel<T, false><<<blocks, 256, 0, stream>>>(a);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_quantize(const void* x, DType dtype, int64_t rows, int cols, int64_t x_stride, void* out,
+                            int out_stride, float* scale, int scale_stride, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>((rows * ((cols + 127) / 128) + 7) / 8);
+  auto* bytes = static_cast<uint8_t*>(out);
+  if (dtype == DType::kFloat16) {
+    quantize_kernel<<<blocks, 256, 0, stream>>>(static_cast<const __half*>(x), rows, cols, x_stride, bytes, out_stride,
+                                                scale, scale_stride);
+  } else {
+    quantize_kernel<<<blocks, 256, 0, stream>>>(static_cast<const __nv_bfloat16*>(x), rows, cols, x_stride, bytes,
+                                                out_stride, scale, scale_stride);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_combine(const CombineArgs& args, DType dtype, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return combine<float>(args, stream);
+    case DType::kFloat16:
+      return combine<__half>(args, stream);
+    case DType::kBFloat16:
+      return combine<__nv_bfloat16>(args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace deltafuse::moe

@@ -1,0 +1,178 @@
+// The router of prompts: selection, and the order of tokens by expert, in one launch. Tokens stay on the device.
+#include "moe_select.cuh"
+
+namespace deltafuse::moe {
+namespace {
+
+constexpr int kWarps = 8;
+
+// All blocks are resident (a cooperative launch), so they can wait for each other.
+__device__ __forceinline__ void grid_barrier(uint32_t* counter, uint32_t target) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(counter, 1u);
+    while (*reinterpret_cast<volatile uint32_t*>(counter) < target) {
+    }
+    __threadfence();
+  }
+  __syncthreads();
+}
+
+// Exclusive sums of values[0, count), in place; returns the total. All threads; scratch: kWarps + 1.
+__device__ __forceinline__ int exclusive_sums(int* values, int count, int* scratch) {
+  const int per = (count + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * per;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int sum = 0;
+  for (int i = begin; i < min(begin + per, count); ++i) sum += values[i];
+  int upto = sum;
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(~0u, upto, step);
+    if (lane >= step) upto += below;
+  }
+  if (lane == 31) scratch[warp] = upto;
+  __syncthreads();
+  int before = upto - sum;
+  for (int w = 0; w < warp; ++w) before += scratch[w];
+  if (threadIdx.x == blockDim.x - 1) scratch[kWarps] = before + sum;
+  __syncthreads();
+  for (int i = begin; i < min(begin + per, count); ++i) {
+    const int value = values[i];
+    values[i] = before;
+    before += value;
+  }
+  __syncthreads();
+  return scratch[kWarps];
+}
+
+__global__ void __launch_bounds__(kWarps * 32) select_kernel(RouterArgs a, PermuteArgs p) {
+  extern __shared__ __align__(16) uint32_t shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = p.blocks;
+  uint32_t* keys = shared + warp * (a.experts + a.n_group);
+  uint32_t* groups = keys + a.experts;
+  int* counts = reinterpret_cast<int*>(shared + kWarps * (a.experts + a.n_group));
+  int* scratch = counts + a.experts;
+  for (int e = threadIdx.x; e < a.experts; e += blockDim.x) counts[e] = 0;
+  __syncthreads();
+
+  const int first = static_cast<int>(int64_t(a.tokens) * block / blocks);
+  const int end = static_cast<int>(int64_t(a.tokens) * (block + 1) / blocks);
+  for (int token = first + warp; token < end; token += kWarps) {
+    const SoftmaxStats stats = softmax_stats(a, token, lane);
+#pragma unroll 2
+    for (int e = lane; e < a.experts; e += 32) keys[e] = choice_of(a, stats, token, e);
+    __syncwarp();
+    int id;
+    float weight;
+    select(a, stats, token, keys, groups, lane, &id, &weight);
+    if (lane < a.top_k) {
+      const int64_t pair = int64_t(token) * a.top_k + lane;
+      p.ids[pair] = id;
+      p.weights[pair] = weight;
+      if (a.ids_out) a.ids_out[pair] = id;
+      if (a.weights_out) a.weights_out[pair] = weight;
+      p.positions[pair] = atomicAdd(&counts[id], 1);  // any order within the expert gives the same results
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+
+  // Where each block's tokens of an expert begin: the experts are dealt out to all warps of the grid.
+  if (blocks > 1) {
+    for (int e = threadIdx.x; e < a.experts; e += blockDim.x) p.histogram[int64_t(e) * blocks + block] = counts[e];
+    grid_barrier(p.barrier, blocks);
+    for (int e = block * kWarps + warp; e < a.experts; e += blocks * kWarps) {
+      int before = 0;
+      for (int base = 0; base < blocks; base += 32) {
+        const int count = base + lane < blocks ? __ldcg(p.histogram + int64_t(e) * blocks + base + lane) : 0;
+        int upto = count;
+        for (int step = 1; step < 32; step *= 2) {
+          const int below = __shfl_up_sync(~0u, upto, step);
+          if (lane >= step) upto += below;
+        }
+        if (base + lane < blocks) p.histogram[int64_t(e) * blocks + base + lane] = before + upto - count;
+        before += __shfl_sync(~0u, upto, 31);
+      }
+      if (lane == 0) p.totals[e] = before;
+    }
+    grid_barrier(p.barrier, 2 * blocks);
+    for (int e = threadIdx.x; e < a.experts; e += blockDim.x) counts[e] = __ldcg(p.totals + e);
+    __syncthreads();
+  }
+  int* tiles_before = reinterpret_cast<int*>(shared);  // the keys are not needed any more
+  int* begins = tiles_before + a.experts;
+  for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
+    begins[e] = counts[e];
+    tiles_before[e] = (counts[e] + p.tile_tokens - 1) / p.tile_tokens;
+  }
+  __syncthreads();
+  exclusive_sums(begins, a.experts, scratch);
+  if (block == 0) {
+    const int total = exclusive_sums(tiles_before, a.experts, scratch);
+    if (threadIdx.x == 0) *p.num_tiles = total;
+    for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
+      const int tiles = (counts[e] + p.tile_tokens - 1) / p.tile_tokens;
+      for (int i = 0; i < tiles; ++i) {  // of about the same size, multiples of 8
+        const int each = ((counts[e] + tiles - 1) / tiles + 7) / 8 * 8;
+        const int begin = min(i * each, counts[e]), stop = min(begin + each, counts[e]);
+        p.tiles[tiles_before[e] + i] = TokenTile{e, begins[e] + begin, stop - begin, 0};
+      }
+    }
+  }
+  const int64_t last = int64_t(end) * a.top_k;
+  for (int64_t pair = int64_t(first) * a.top_k + threadIdx.x; pair < last; pair += blockDim.x) {
+    const int e = p.ids[pair];
+    const int before = blocks > 1 ? __ldcg(p.histogram + int64_t(e) * blocks + block) : 0;
+    const int position = begins[e] + before + p.positions[pair];
+    p.positions[pair] = position;
+    p.sorted[position] = static_cast<int>(pair / a.top_k);
+  }
+}
+
+__global__ void __launch_bounds__(256) shared_tiles_kernel(TokenTile* tiles, int32_t* num_tiles, int tokens, int each) {
+  const int total = (tokens + each - 1) / each;
+  for (int i = threadIdx.x; i < total; i += 256) tiles[i] = TokenTile{0, i * each, min(each, tokens - i * each), 0};
+  if (threadIdx.x == 0) *num_tiles = total;
+}
+
+size_t select_shared(const RouterArgs& a) {
+  return sizeof(uint32_t) * (kWarps * (a.experts + a.n_group) + a.experts + kWarps + 1);
+}
+
+}  // namespace
+
+int select_blocks(int tokens, const DeviceInfo& device) {
+  const int wanted = (tokens + kWarps - 1) / kWarps;
+  return wanted < 1 ? 1 : wanted > device.multiprocessors ? device.multiprocessors : wanted;
+}
+
+cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, cudaStream_t stream) {
+  const size_t shared = select_shared(args);
+  cudaError_t status =
+      cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (status != cudaSuccess) return status;
+  if (permute.blocks > 1) {
+    status = cudaMemsetAsync(permute.barrier, 0, sizeof(uint32_t), stream);
+    if (status != cudaSuccess) return status;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(permute.blocks));
+  config.blockDim = dim3(kWarps * 32);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = permute.blocks > 1 ? 1 : 0;
+  status = cudaLaunchKernelEx(&config, select_kernel, args, permute);
+  return status == cudaSuccess ? cudaGetLastError() : status;
+}
+
+cudaError_t launch_shared_tiles(TokenTile* tiles, int32_t* num_tiles, int tokens, int tile_tokens,
+                                cudaStream_t stream) {
+  shared_tiles_kernel<<<1, 256, 0, stream>>>(tiles, num_tiles, tokens, tile_tokens);
+  return cudaGetLastError();
+}
+
+}  // namespace deltafuse::moe

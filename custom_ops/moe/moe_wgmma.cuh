@@ -1,0 +1,196 @@
+// Hopper's warpgroup products D += A B: D 64 x N in float32, A from registers or shared memory, B from shared memory,
+// both with columns along k in rows of 128 swizzled bytes. And the barriers and copies that feed them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace deltafuse::moe::sm90 {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+struct Float8 {};  // e4m3, as an element type
+
+// Registers 8 i .. 8 i + 7 of D, in the text and as operands.
+#define DF_T0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define DF_T1 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define DF_T2 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define DF_T3 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define DF_T4 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define DF_T5 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define DF_T6 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define DF_T7 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define DF_T8 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define DF_T9 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define DF_T10 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define DF_T11 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define DF_D(i)                                                                                                       \
+  "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), "+f"(d[8 * i + 5]), \
+      "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
+#define DF_T_32 DF_T0 ", " DF_T1
+#define DF_D_32 DF_D(0), DF_D(1)
+#define DF_T_64 DF_T_32 ", " DF_T2 ", " DF_T3
+#define DF_D_64 DF_D_32, DF_D(2), DF_D(3)
+#define DF_T_96 DF_T_64 ", " DF_T4 ", " DF_T5
+#define DF_D_96 DF_D_64, DF_D(4), DF_D(5)
+#define DF_T_128 DF_T_96 ", " DF_T6 ", " DF_T7
+#define DF_D_128 DF_D_96, DF_D(6), DF_D(7)
+#define DF_T_160 DF_T_128 ", " DF_T8 ", " DF_T9
+#define DF_D_160 DF_D_128, DF_D(8), DF_D(9)
+#define DF_T_192 DF_T_160 ", " DF_T10 ", " DF_T11
+#define DF_D_192 DF_D_160, DF_D(10), DF_D(11)
+
+// `keep` 0: D = A B. Operands after D: o0 .. are their numbers.
+#define DF_FROM_SHARED(N, TYPES, DEPTH, TAIL, o0, o1, o2)                                                  \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N DEPTH \
+               ".f32" TYPES " {" DF_T_##N "}, %" #o0 ", %" #o1 ", p, 1, 1" TAIL ";\n}\n"                   \
+               : DF_D_##N                                                                                  \
+               : "l"(a), "l"(b), "r"(keep))
+#define DF_FROM_REGISTERS(N, TYPES, o0, o1, o2, o3, o4, o5)                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32" TYPES \
+               " {" DF_T_##N "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, 0;\n}\n"               \
+               : DF_D_##N                                                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
+#define DF_SHAPE(N, o0, o1, o2, o3, o4, o5)                                                                 \
+  template <>                                                                                               \
+  struct Product<N> {                                                                                       \
+    template <typename T>                                                                                   \
+    static __device__ __forceinline__ void shared(float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {    \
+      if constexpr (std::is_same_v<T, Float8>) {                                                            \
+        DF_FROM_SHARED(N, ".e4m3.e4m3", "k32", "", o0, o1, o2);                                             \
+      } else if constexpr (std::is_same_v<T, __half>) {                                                     \
+        DF_FROM_SHARED(N, ".f16.f16", "k16", ", 0, 0", o0, o1, o2);                                         \
+      } else {                                                                                              \
+        DF_FROM_SHARED(N, ".bf16.bf16", "k16", ", 0, 0", o0, o1, o2);                                       \
+      }                                                                                                     \
+    }                                                                                                       \
+    template <typename T>                                                                                   \
+    static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, \
+                                                     int keep) {                                            \
+      if constexpr (std::is_same_v<T, __half>) {                                                            \
+        DF_FROM_REGISTERS(N, ".f16.f16", o0, o1, o2, o3, o4, o5);                                           \
+      } else {                                                                                              \
+        DF_FROM_REGISTERS(N, ".bf16.bf16", o0, o1, o2, o3, o4, o5);                                         \
+      }                                                                                                     \
+    }                                                                                                       \
+  };
+
+template <int N>
+struct Product;
+DF_SHAPE(32, 16, 17, 18, 19, 20, 21)
+DF_SHAPE(64, 32, 33, 34, 35, 36, 37)
+DF_SHAPE(96, 48, 49, 50, 51, 52, 53)
+DF_SHAPE(128, 64, 65, 66, 67, 68, 69)
+DF_SHAPE(160, 80, 81, 82, 83, 84, 85)
+DF_SHAPE(192, 96, 97, 98, 99, 100, 101)
+#undef DF_T0
+#undef DF_T1
+#undef DF_T2
+#undef DF_T3
+#undef DF_T4
+#undef DF_T5
+#undef DF_T6
+#undef DF_T7
+#undef DF_T8
+#undef DF_T9
+#undef DF_T10
+#undef DF_T11
+#undef DF_T_32
+#undef DF_D_32
+#undef DF_T_64
+#undef DF_D_64
+#undef DF_T_96
+#undef DF_D_96
+#undef DF_T_128
+#undef DF_D_128
+#undef DF_T_160
+#undef DF_D_160
+#undef DF_T_192
+#undef DF_D_192
+#undef DF_D
+#undef DF_FROM_SHARED
+#undef DF_FROM_REGISTERS
+#undef DF_SHAPE
+
+__device__ __forceinline__ uint32_t address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// A matrix of rows of 128 swizzled bytes, eight rows a kilobyte.
+__device__ __forceinline__ uint64_t descriptor(uint32_t shared) {
+  return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(64) << 32) | (static_cast<uint64_t>(1) << 16) |
+         ((shared & 0x3ffff) >> 4);
+}
+
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
+// Keeps the compiler from moving accumulators across.
+template <int N>
+__device__ __forceinline__ void pin(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int N>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(N));
+}
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+// What the copies wrote, for the tensor cores.
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(address(bar)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint64_t* bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(address(bar)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(address(bar)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra "
+      "WAIT;\nDONE:\n}\n" ::"r"(address(bar)),
+      "r"(parity)
+      : "memory");
+}
+// One thread copies `bytes` (a multiple of 16) by the bulk copy engine; they count towards the barrier's transactions.
+__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(address(bar))
+      : "memory");
+}
+// 16 bytes, of which `bytes` are there and the rest zeros.
+__device__ __forceinline__ void copy16(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(shared), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+// The thread's arrival, once its copies so far are done.
+__device__ __forceinline__ void copies_arrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(address(bar)) : "memory");
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace deltafuse::moe::sm90
