@@ -16,13 +16,15 @@ import onnx_ir as ir
 
 from ..common.function_call import attribute_type
 from ..common.graph_builder import GraphBuilder
-from .body_cache import Cache, Cached
+from .body_cache import Cache, Cached, arange
 from .body_parts import angles, rms_norm, rotate
 from .spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, OUTPUTS, MlaConfig
 
 FLOAT = ir.DataType.FLOAT
 SHORT = {ir.DataType.FLOAT: "f32", ir.DataType.FLOAT16: "f16", ir.DataType.BFLOAT16: "bf16"}
 OPSETS = range(18, 28)
+#: Queries that attend to expanded keys at once.
+QUERIES = 512
 #: The first opset whose Cast knows float8.
 FLOAT8_OPSET = 19
 
@@ -47,7 +49,7 @@ class _Body:
         self.config, self.dtype, self.seq_len = config, dtype, seq_len
         self.builder = GraphBuilder()
         self.inputs = {name: ir.Value(name=name) for name in INPUTS}
-        self.supplied = config.input_names()
+        self.mask: ir.Value | None = None  # float32
 
     def wide(self, name: str) -> ir.Value:
         """An operand of type T as float32."""
@@ -93,28 +95,43 @@ class _Body:
             key = b.concat([key, shared], axis=3)
         return key, value
 
-    def seen(self, cache: Cache, keys: ir.Value) -> ir.Value | None:
-        """Which keys a query sees, bool, broadcasts to [B, H, S, L]; None where it is all of them."""
-        b, config = self.builder, self.config
+    def seen(
+        self, b: GraphBuilder, cache: Cache, keys: ir.Value, queries: ir.Value, start: ir.Value | None
+    ) -> ir.Value | None:
+        """Which of ``keys`` keys the ``queries`` queries from ``start`` on see; None where it is all of them.
+
+        Sizes are int64 [1]; bool, broadcasts to [B, H, queries, keys].
+        """
+        config = self.config
         parts = []
         one_after_all = self.seq_len == 1 and not config.static_cache
         if config.window or (config.causal and not one_after_all):
-            at = b.reshape(cache.arange(keys), [1, 1, 1, -1])
-            new = b.reshape(cache.arange(cache.tokens), [1, 1, -1, 1])
-            position = b.add(b.reshape(cache.there, [-1, 1, 1, 1]), new)
+            at = b.reshape(arange(b, keys), [1, 1, 1, -1])
+            new = b.reshape(arange(b, queries), [1, 1, -1, 1])
+            there = cache.there if start is None else b.add(cache.there, start)
+            position = b.add(b.reshape(there, [-1, 1, 1, 1]), new)
             if config.causal:
                 parts.append(b.op("LessOrEqual", at, position))
             if config.window:
                 parts.append(b.op("Greater", at, b.sub(position, b.const(config.window))))
         elif config.static_cache:
-            parts.append(b.unsqueeze(cache.used(keys), 1, 2))
+            parts.append(b.unsqueeze(cache.used(b, keys), 1, 2))
         if config.bool_mask:
-            parts.append(self.inputs["attn_mask"])
+            parts.append(self.mask_rows(b, self.inputs["attn_mask"], keys, queries, start))
         result = parts[0] if parts else None
         for part in parts[1:]:
             assert result is not None
             result = b.op("And", result, part)
         return result
+
+    def mask_rows(
+        self, b: GraphBuilder, mask: ir.Value, keys: ir.Value, queries: ir.Value, start: ir.Value | None
+    ) -> ir.Value:
+        """The part of a mask [B or 1, H or 1, S or 1, L] for some queries and the first keys."""
+        if start is None:
+            return mask
+        first = b.op("Min", start, b.sub(b.dim(mask, 2), b.const([1])))  # one row for all: 0
+        return b.slice(b.slice(mask, 2, first, b.add(first, queries)), 3, 0, keys)
 
     def softmax(self, b: GraphBuilder, scores: ir.Value, seen: ir.Value | None, mask: ir.Value | None) -> ir.Value:
         """Weights [B, H, S, L] of scores [B, H, S, L]; zeros for a query that sees nothing."""
@@ -129,6 +146,60 @@ class _Body:
         largest = b.op("ReduceMax", scores, b.const([-1]), keepdims=1)
         return b.op("Where", b.op("Greater", largest, nothing), weights, b.const(0.0))
 
+    def attention(
+        self,
+        b: GraphBuilder,
+        cache: Cache,
+        query: ir.Value,
+        key: ir.Value,
+        value: ir.Value,
+        start: ir.Value | None = None,
+    ) -> ir.Value:
+        """Outputs [B, H, ., Dv] of the queries from ``start`` on, [B, H, ., Dn+Dr], over expanded keys and values."""
+        keys, queries = b.dim(key, 2), b.dim(query, 2)
+        seen = self.seen(b, cache, keys, queries, start)
+        mask = None if self.mask is None else self.mask_rows(b, self.mask, keys, queries, start)
+        return b.matmul(self.softmax(b, b.matmul(query, b.swap_last(key, 4)), seen, mask), value)
+
+    def in_parts(self, b: GraphBuilder, cache: Cache, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
+        """:meth:`attention` of :data:`QUERIES` queries after the other, so that the scores of all are never there.
+
+        Where keys can be cut off at the last one that a part sees, they are.
+        """
+        config = self.config
+        number, going = b.value("part", ir.DataType.INT64, []), b.value("going", ir.DataType.BOOL, [])
+        done = b.value("done", FLOAT, [None, config.num_heads, None, config.v_head_dim])
+
+        def part(inner: GraphBuilder) -> list[ir.Value]:
+            start = inner.mul(inner.unsqueeze(number, 0), inner.const([QUERIES]))
+            stop = inner.op("Min", inner.add(start, inner.const([QUERIES])), cache.tokens)
+            keys, values = key, value
+            if config.causal and not config.static_cache:
+                end = inner.add(cache.there, stop)
+                keys, values = (inner.slice(y, 2, 0, end) for y in (key, value))
+            o = self.attention(inner, cache, inner.slice(query, 2, start, stop), keys, values, start)
+            return [inner.op("Identity", going), inner.concat([done, o], axis=2)]
+
+        body = b.subgraph("queries", [number, going, done], part)
+        rounded = b.add(cache.tokens, b.const([QUERIES - 1]))
+        count = b.squeeze(b.op("Div", rounded, b.const([QUERIES])), 0)
+        rest = b.const([config.num_heads, 0, config.v_head_dim])
+        shape = b.concat([b.dim(query, 0), rest], axis=0)
+        nothing = b.op("ConstantOfShape", shape, value=ir.tensor(np.zeros(1, np.float32)))
+        return b.ops("Loop", [count, None, nothing], 1, body=body)[0]
+
+    def over_keys(self, b: GraphBuilder, cache: Cache, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
+        """The attention of all queries, at once or in parts."""
+        if self.seq_len is not None:
+            form = self.attention if self.seq_len <= QUERIES else self.in_parts
+            return form(b, cache, query, key, value)
+        branches = {
+            "then_branch": b.subgraph("at_once", [], lambda g: [self.attention(g, cache, query, key, value)]),
+            "else_branch": b.subgraph("in_parts", [], lambda g: [self.in_parts(g, cache, query, key, value)]),
+        }
+        few = b.op("LessOrEqual", b.squeeze(cache.tokens, 0), b.const(QUERIES))
+        return b.ops("If", [few], 1, **branches)[0]
+
     def attend(self) -> tuple[ir.Value, Cached]:
         """Outputs [B, H, S, Dv] and the caches after the call."""
         b, config = self.builder, self.config
@@ -137,15 +208,13 @@ class _Body:
         latent, key_rope = self.new_tokens(cos, sin)
         self.wide_weight = self.wide("kv_b_weight")
         cache = Cache(b, config, self.dtype, self.inputs)
-        mask = b.cast(self.inputs["attn_mask"], FLOAT) if config.has_mask and not config.bool_mask else None
+        if config.has_mask and not config.bool_mask:
+            self.mask = b.cast(self.inputs["attn_mask"], FLOAT)
         if config.cache == "expanded":
             key, value, cached = cache.expanded(*self.expand(b, latent, key_rope))
-            seen = self.seen(cache, b.dim(key, 2))
             query = nope if rope is None else b.concat([nope, rope], axis=3)
-            weights = self.softmax(b, b.matmul(query, b.swap_last(key, 4)), seen, mask)
-            return b.matmul(weights, value), cached
+            return self.over_keys(b, cache, query, key, value), cached
         latents, key_ropes, cached = cache.latents(latent, key_rope)
-        seen = self.seen(cache, b.dim(latents, 1))
 
         def absorbed(inner: GraphBuilder) -> list[ir.Value]:
             to_key, to_value = self.weights_of(inner)
@@ -159,7 +228,8 @@ class _Body:
             scores = inner.matmul(flat, inner.swap_last(keys, 3))
             heads = inner.const([0, config.num_heads, -1])
             scores = inner.op("Reshape", scores, inner.concat([heads, count], axis=0))
-            weights = self.softmax(inner, scores, seen, mask)
+            seen = self.seen(inner, cache, count, cache.tokens, None)
+            weights = self.softmax(inner, scores, seen, self.mask)
             flat = inner.op("Reshape", weights, inner.concat([inner.const([0, -1]), count], axis=0))
             o = inner.reshape(inner.matmul(flat, latents), [0, config.num_heads, -1, config.kv_lora_rank])
             return [inner.matmul(o, to_value)]
@@ -167,8 +237,7 @@ class _Body:
         def expanded(inner: GraphBuilder) -> list[ir.Value]:
             key, value = self.expand(inner, latents, key_ropes)
             query = nope if rope is None else inner.concat([nope, rope], axis=3)
-            weights = self.softmax(inner, inner.matmul(query, inner.swap_last(key, 4)), seen, mask)
-            return [inner.matmul(weights, value)]
+            return [self.over_keys(inner, cache, query, key, value)]
 
         most = absorbed_up_to(config)
         if most is None or (self.seq_len is not None and self.seq_len <= most):
@@ -216,10 +285,12 @@ def overload_name(config: MlaConfig, dtype: ir.DataType, *, seq_len: int | None 
     most = absorbed_up_to(config)
     if seq_len == 1:
         form = "-t1"
-    elif seq_len is None or most is None or most == 0:
+    elif seq_len is None or most is None:
         form = ""
+    elif seq_len <= most:
+        form = "-few"
     else:
-        form = "-few" if seq_len <= most else "-many"
+        form = "-many" if seq_len <= QUERIES else "-long"
     return f"{config.overload()}-{SHORT[dtype]}{form}"
 
 

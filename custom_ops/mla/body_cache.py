@@ -16,6 +16,11 @@ FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 Cached = dict[str, ir.Value]
 
 
+def arange(b: GraphBuilder, count: ir.Value) -> ir.Value:
+    """0 to count - 1, for an int64 [1]."""
+    return b.op("Range", b.const(0), b.squeeze(count, 0), b.const(1))
+
+
 class Cache:
     """The caches of one call.
 
@@ -39,23 +44,17 @@ class Cache:
             self.there = b.const([0])
         self._places: ir.Value | None = None
 
-    def arange(self, count: ir.Value) -> ir.Value:
-        """0 to count - 1, for an int64 [1]."""
-        b = self.builder
-        return b.op("Range", b.const(0), b.squeeze(count, 0), b.const(1))
-
-    def used(self, keys: ir.Value) -> ir.Value:
+    def used(self, b: GraphBuilder, keys: ir.Value) -> ir.Value:
         """Which slots of a row hold tokens after the call: bool [B, L]."""
-        b = self.builder
         after = b.unsqueeze(b.add(self.there, self.tokens), 1)
-        return b.op("Less", b.unsqueeze(self.arange(keys), 0), after)
+        return b.op("Less", b.unsqueeze(arange(b, keys), 0), after)
 
     def _blocks(self) -> ir.Value:
         """Paged: ids [B, max_blocks]; those of no tokens are 0."""
         b = self.builder
         size = b.dim(self._past, 1)
         table = not_negative(b, b.cast(self.inputs["block_table"], INT64))
-        first = b.mul(b.unsqueeze(self.arange(b.dim(table, 1)), 0), size)
+        first = b.mul(b.unsqueeze(arange(b, b.dim(table, 1)), 0), size)
         needed = b.op("Less", first, b.unsqueeze(b.add(self.there, self.tokens), 1))
         return b.op("Where", needed, table, b.const(0))
 
@@ -68,8 +67,8 @@ class Cache:
     def _make_places(self) -> ir.Value:
         b, config = self.builder, self.config
         batch = b.dim(self.inputs["q"], 0)
-        at = b.add(b.unsqueeze(self.there, 1), b.unsqueeze(self.arange(self.tokens), 0))  # [B, S]
-        rows = b.unsqueeze(self.arange(batch), 1)  # [B, 1]
+        at = b.add(b.unsqueeze(self.there, 1), b.unsqueeze(arange(b, self.tokens), 0))  # [B, S]
+        rows = b.unsqueeze(arange(b, batch), 1)  # [B, 1]
         if config.cache == "expanded":
             heads = b.const(list(range(config.num_heads)))
             shape = b.concat([batch, b.const([config.num_heads]), self.tokens], axis=0)
@@ -106,7 +105,7 @@ class Cache:
         b = self.builder
         if not self.config.static_cache:
             return rows
-        used = self.used(b.dim(rows, self.axis))
+        used = self.used(b, b.dim(rows, self.axis))
         axes = (1, 3) if self.axis == 2 else (2,)
         return b.op("Where", b.unsqueeze(used, *axes), rows, b.const(0.0))
 

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from deltafuse.custom_ops.mla import body as body_module
 from deltafuse.custom_ops.mla.body import absorbed_up_to, build_function, overload_name
 from deltafuse.custom_ops.mla.call import make_node
 from deltafuse.custom_ops.mla.draw import CASES, TABLE_ROWS, draw_inputs
@@ -90,11 +91,27 @@ def test_known_length_and_constant_weight(name: str, level: int) -> None:
     for seq_len in (1, 3, 25):
         inputs = draw_inputs(config, 2, seq_len, 30, np.random.default_rng(2), shared=True)
         model = call_model(config, inputs, seq_len=seq_len, dynamic=seq_len == 3, constant_weight=True)
-        assert "If" not in {node.op_type for node in model.functions[0].node}
+        assert not {"If", "Loop"} & {node.op_type for node in model.functions[0].node}
         got = run(session(model, level), config, inputs)
         assert_close(config, inputs, got, tolerance("body", "float32", cache_type=config.cache_type), seq_len)
     general = build_function(config, 20)
-    assert ("If" in {node.op_type for node in general}) == (most not in (0, None))
+    assert ("If" in {node.op_type for node in general}) == (most is not None)
+
+
+@pytest.mark.parametrize("seq_len", [None, 11])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_queries_in_parts(name: str, seq_len: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts go a few queries after the other."""
+    monkeypatch.setattr(body_module, "QUERIES", 4)
+    monkeypatch.setattr(body_module, "absorbed_up_to", lambda config: 2 if config.cache != "expanded" else 0)
+    config = CONFIGS[name]
+    for shared in (False, True):
+        inputs = draw_inputs(config, 2, 11, 30, np.random.default_rng(7), shared=shared)
+        if config.has_mask and shared:
+            inputs["attn_mask"] = inputs["attn_mask"][:, :, -1:]  # one row for all queries
+        model = call_model(config, inputs, seq_len=seq_len)
+        got = run(session(model), config, inputs)
+        assert_close(config, inputs, got, tolerance("body", "float32", cache_type=config.cache_type), (name, shared))
 
 
 def test_which_form() -> None:
@@ -102,8 +119,10 @@ def test_which_form() -> None:
     assert absorbed_up_to(deepseek) == 512 * 256 // 768
     assert absorbed_up_to(replace(deepseek, cache="expanded")) == 0
     assert absorbed_up_to(replace(deepseek, kv_lora_rank=96)) is None
-    kinds = {overload_name(deepseek, TYPES["float16"], seq_len=n).rsplit("-", 1)[1] for n in (None, 1, 2, 170, 171)}
-    assert kinds == {"f16", "t1", "few", "many"}
+    kinds = {
+        overload_name(deepseek, TYPES["float16"], seq_len=n).rsplit("-", 1)[1] for n in (None, 1, 2, 170, 171, 513)
+    }
+    assert kinds == {"f16", "t1", "few", "many", "long"}
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
