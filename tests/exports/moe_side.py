@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 
-D, I, E, K, G, TG = 24, 8, 8, 3, 4, 2
+D, H, E, K, G, TG = 24, 8, 8, 3, 4, 2
 
 
 class Router(nn.Module):
@@ -95,7 +95,7 @@ class Mlp(nn.Module):
         self,
         act: str = "silu",
         clamp: tuple[str, float] | None = None,
-        inter: int = I,
+        inter: int = H,
         form: str = "apart",
         bias: bool = False,
     ) -> None:
@@ -220,10 +220,10 @@ class Block(nn.Module):
         return (out * w[..., None]).sum(1)
 
     def _gather_matmul(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        wide = torch.index_select(self.stack("gate_up"), 0, ids.reshape(-1)).view(*ids.shape, 2 * I, D)
+        wide = torch.index_select(self.stack("gate_up"), 0, ids.reshape(-1)).view(*ids.shape, 2 * H, D)
         both = torch.matmul(wide, h[:, None, :, None]).squeeze(-1)
         gate, up = (both[..., ::2], both[..., 1::2]) if self.mlp["form"] == "interleaved" else both.chunk(2, -1)
-        down = torch.index_select(self.stack("down_proj"), 0, ids.reshape(-1)).view(*ids.shape, D, I)
+        down = torch.index_select(self.stack("down_proj"), 0, ids.reshape(-1)).view(*ids.shape, D, H)
         out = torch.matmul(down, self.act(gate, up).unsqueeze(-1)).squeeze(-1)
         return torch.matmul(w.unsqueeze(1), out).squeeze(1)
 
