@@ -47,7 +47,12 @@ MODEL_NAME = "deltafuse_model.onnx"
 _OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "fusions": (list[str], None, "Keys of the fusions to look for, such as ['kda']. All of them by default."),
     "target": (str, "plugin", "'plugin': calls of deltafuse functions. 'portable': standard ONNX ops only."),
-    "quantize": (str, None, "How weights are quantized, as `deltafuse fuse --quantize` takes it. Not by default."),
+    "quantize": (
+        str,
+        None,
+        "How weights are stored, such as 'experts=int4:128,dense=int8:128'. As they are by default.",
+    ),
+    "calibration": (str, None, "A file of `deltafuse calibrate` of this model: `quantize` chooses its scales with it."),
     "require": (dict[str, int], None, "Fail unless so many are fused, such as {'kda': 20}."),
     "verify": (bool, True, "Prove each rewrite against the original before it is applied."),
     "proof_memory": (int | str, None, "The most memory for one proof: bytes, or a size such as '8GiB'. Default 4GiB."),
@@ -159,7 +164,7 @@ class DeltaFuse(Pass):
 
 def _fuse_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are those of :func:`deltafuse.fuse`."""
-    names = ("fusions", "target", "require", "verify", "proof_memory", "proof_seconds")
+    names = ("fusions", "target", "require", "verify", "proof_memory", "proof_seconds", "quantize", "calibration")
     return {name: options[name] for name in names}
 
 
@@ -174,8 +179,6 @@ def _check(options: Mapping[str, Any]) -> None:
     version = fixed.get("package_version")
     if version is not None and version != __version__:
         raise FusionFailed(f"package_version {version!r}: this is deltafuse {__version__}; leave the option out")
-    if fixed.get("quantize") is not None:
-        raise FusionFailed(f"quantize {fixed['quantize']!r}: this deltafuse does not quantize; leave the option out")
     wanted = _fuse_options({**dict.fromkeys(_OPTIONS), **fixed})
     wanted["target"] = wanted["target"] or "plugin"  # None here: searched over, or Olive's own default mark
     try:

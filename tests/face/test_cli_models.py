@@ -110,7 +110,7 @@ def test_verify_what_cannot_be_compared(models: dict[str, Path]) -> None:
 
 def test_bench(models: dict[str, Path]) -> None:
     code, found = as_json("bench", models["prompt"], "--tokens", "8,70", "--repeats", 3)
-    assert code == 0 and found["same"] and found["fused"] == {"kda": 1}
+    assert code == 0 and found["same"] and found["fused"]["kda"] == 1
     variants = {variant["name"]: variant for variant in found["variants"]}
     assert {"as it is", "plugin, plugin", "plugin, no plugin", "portable, no plugin"} <= set(variants)
     for name, variant in variants.items():
@@ -120,7 +120,7 @@ def test_bench(models: dict[str, Path]) -> None:
         lengths = [timing["tokens"] for timing in variant["timings"]]
         assert lengths == ([8] if name == "as it is" else [8, 70])
         assert all(0 < timing["least_ms"] <= timing["median_ms"] for timing in variant["timings"])
-        assert variant["fused_nodes"] == (1 if variant["plugin"] else 0)
+        assert (variant["fused_nodes"] > 0) is variant["plugin"]
     assert "cannot be run" in variants["as it is"]["notes"][0]
 
 

@@ -173,6 +173,8 @@ def test_cache(decode: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"require": {"kda": 3}}, "required kda=3, fused 2"),
         ({"require": {"abc": 1}}, "expected an op among kda"),
         ({"proof_memory": "much"}, "expected a size"),
+        ({"quantize": "experts=int5"}, "quantize: "),
+        ({"calibration": "absent.npz"}, "nothing to quantize"),
         ({"package_version": "0.0.1"}, "leave the option out"),
     ],
 )
@@ -183,6 +185,21 @@ def test_what_stops_a_workflow(decode: Path, tmp_path: Path, options: dict[str, 
     with pytest.raises(FusionFailed, match=expected):
         run(decode, tmp_path, {"type": "DeltaFuse", **options})
     assert not (tmp_path / "out" / "model.onnx").exists()
+
+
+def test_quantize(tmp_path: Path) -> None:
+    """Weights of experts in 8 bits, with statistics of activations, as ``fuse`` does it."""
+    from deltafuse.calibration import calibrate
+
+    model = written("kimi_decode", tmp_path)
+    statistics = tmp_path / "statistics.npz"
+    calibrate(model, samples=1, tokens=4).save(statistics)
+    options = {"require": {"kda": 1, "moe": 1}, "quantize": "experts=int8:channel", "calibration": str(statistics)}
+    made = run(model, tmp_path, {"type": "DeltaFuse", **options})
+    found = made.report()["quantization"]
+    assert found["calibration"] == str(statistics) and found["bytes_after"] < found["bytes_before"]
+    assert {tensor["group"] for tensor in found["tensors"]} == {"experts"}
+    assert 0 < error(made, "kimi_decode") < 0.1
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
