@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from . import __version__, model_io, model_save
+from . import __version__, model_io, model_save, report_html
 from .clashes import check_clashes
 from .errors import OptionError, OrtError, RequirementError
 from .fusions import plugins
@@ -41,6 +41,7 @@ def fuse(
     proof_memory: int | str | None = None,
     proof_seconds: float | None = None,
     base_dir: str | os.PathLike[str] | None = None,
+    times: Iterable[str | os.PathLike[str]] = (),
     quantize: str | Mapping[str, str] | None = None,
     calibration: str | os.PathLike[str] | None = None,
 ) -> FusionReport:
@@ -54,12 +55,14 @@ def fuse(
         target: "plugin" (calls of ``deltafuse::`` functions) or "portable" (standard ONNX ops only).
         verify: prove every rewrite by running it against the original. False is recorded in the model's metadata.
         require: op key -> how many must be fused at least, for example ``{"kda": 20}``.
-        report: a JSON file to write the report to; written also when ``require`` is not met. None of the files above.
+        report: a file to write the report to, as a page where its name ends in ``.html``, else as JSON; written also
+            when ``require`` is not met. None of the files above.
         dry_run: look, and prove if asked to, but change and write no model.
         progress: called as ``progress(stage, done, total)``.
         proof_memory: the most memory that one proof may use, in bytes or as "4GiB" (the default).
         proof_seconds: the most time that one proof may take (default 60).
         base_dir: the folder that a ``ModelProto``'s external data are relative to (default: the current one).
+        times: for a report that is a page: files with what ``deltafuse bench --json`` or ``run --json`` printed.
         quantize: how to store weights: ``"experts=int4:128,dense=int8:128"``, or a mapping of the same. Experts are the
             weights of fused mixtures of experts, dense the other large weights of MatMul and Gemm. Formats: ``int4``,
             ``uint4``, ``int8``, ``uint8`` with blocks of ``:128`` columns or ``:channel`` (``:asym`` for zero points),
@@ -77,6 +80,7 @@ def fuse(
     chosen = check_fusions(fusions)
     _check_options(target, require, output, report, base_dir, dry_run)
     budget = _budget(proof_memory, proof_seconds)
+    measured = _measured(times, report)
     options: dict[str, Any] = {} if chosen is None else {"fusions": chosen}
     options |= _quantize_options(quantize, calibration)
     ort_version = require_ort("recognising and proving")
@@ -99,7 +103,7 @@ def fuse(
         return done
 
     with relaxed_gc():
-        return _fuse(model, output, require or {}, report, base_dir, progress, run)
+        return _fuse(model, output, require or {}, report, base_dir, progress, run, measured)
 
 
 def _fuse(
@@ -110,6 +114,7 @@ def _fuse(
     base_dir: str | os.PathLike[str] | None,
     progress: Progress | None,
     run: Callable[[ir.Model], FusionReport],
+    measured: list[dict[str, Any]],
 ) -> FusionReport:
     """Load, run the pipeline, hold against the requirements, write."""
     start = time.perf_counter()
@@ -141,9 +146,18 @@ def _fuse(
                 _write(done, Path(output), loaded, progress)
     finally:
         done.seconds = time.perf_counter() - start
-        if report is not None:
+        if report is not None and report_html.is_html(report):
+            report_html.write(report, done, loaded.model, measured=measured)
+        elif report is not None:
             model_save.write_text(Path(report), done.to_json() + "\n")
     return done
+
+
+def _measured(times: Iterable[str | os.PathLike[str]], report: str | os.PathLike[str] | None) -> list[dict[str, Any]]:
+    files = list(times)
+    if files and (report is None or not report_html.is_html(report)):
+        raise OptionError("times stand in a report that is a page: give a report whose name ends in .html")
+    return report_html.read_measured(files)
 
 
 @contextmanager

@@ -33,7 +33,19 @@ app = typer.Typer(
 
 Model = Annotated[Path, typer.Argument(metavar="IN.onnx", help="The model. It is not changed.", show_default=False)]
 Report = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE.json", help="Write the full report here.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE", help="Write the full report here: a page (.html) or JSON.", show_default=False
+    ),
+]
+Times = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--times",
+        metavar="FILE.json",
+        help="For a report .html: what `bench --json` or `run --json` printed. Repeatable.",
+        show_default=False,
+    ),
 ]
 Fusions = Annotated[
     str | None,
@@ -104,6 +116,7 @@ def fuse_command(
         ),
     ] = None,
     report: Report = None,
+    times: Times = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report what would be fused; write no model.")] = False,
     proof_memory: Memory = None,
     proof_seconds: Seconds = None,
@@ -133,6 +146,7 @@ def fuse_command(
                 verify=verify,
                 require=wanted,
                 report=report,
+                times=times or (),
                 dry_run=dry_run,
                 progress=progress,
                 proof_memory=proof_memory,
@@ -152,6 +166,7 @@ def inspect_command(
     target: Annotated[str, typer.Option(metavar="plugin|portable", help="As for fuse.")] = "plugin",
     fusions: Fusions = None,
     report: Report = None,
+    times: Times = None,
     proof_memory: Memory = None,
     proof_seconds: Seconds = None,
     quiet: Quiet = False,
@@ -169,6 +184,7 @@ def inspect_command(
                 target=target,
                 fusions=parse_names(fusions),
                 report=report,
+                times=times or (),
                 progress=progress,
                 proof_memory=proof_memory,
                 proof_seconds=proof_seconds,
