@@ -81,7 +81,8 @@ def test_an_op_from_outside(model: Path, example: Path, tmp_path: Path) -> None:
 
 def test_written_out_for_the_portable_target(model: Path, example: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.onnx"
-    done = command(example, "fuse", model, "-o", out, "--target", "portable", "--require", "swiglu=2", "-q")
+    arguments = ["--target", "portable", "--fusions", "kda,swiglu", "--require", "swiglu=2", "-q"]
+    done = command(example, "fuse", model, "-o", out, *arguments)
     assert done.returncode == 0, done.stderr
     made = onnx.load(out)
     assert not made.functions and {node.domain for node in made.graph.node} == {""}
