@@ -38,18 +38,45 @@ class Core:
     joins: list[tuple[str, ir.Value, ir.Value, ir.Value | None]] = field(default_factory=list)
     default_scale: bool = False
     product: ir.Node | None = None  # of the probabilities and the values
+    heads: int = 0  # where the attention says it
 
 
 def is_anchor(node: ir.Node) -> bool:
     """A node that every attention has one of."""
-    if is_op(node, "Softmax"):
+    if is_op(node, "Softmax", "Attention"):
         return True
-    return node.op_type == "Attention" and node.domain in ("", "ai.onnx")
+    return node.op_type == "MultiHeadAttention" and node.domain == "com.microsoft"
 
 
 def read_core(view: GraphView, node: ir.Node) -> Core | Refusal | None:
     """The attention around an anchor; a refusal, or None where it is something else."""
+    if node.op_type == "MultiHeadAttention":
+        return _multi_head(view, node)
     return _attention(view, node) if node.op_type == "Attention" else _softmax(view, node)
+
+
+def _multi_head(view: GraphView, node: ir.Node) -> Core | Refusal | None:
+    """ORT's MultiHeadAttention, as onnxscript's fusions for ORT leave it: three axes, an added mask."""
+    inputs = [*node.inputs, *[None] * 10]
+    q, k, v = inputs[:3]
+    if q is None or k is None or v is None or any(x is None or rank_of(x) != 3 for x in (q, k, v)):
+        return None
+    if inputs[3] is not None or inputs[4] is not None or any(x is not None for x in inputs[6:]):
+        return Refusal("attention", "MultiHeadAttention with a bias, a padding mask or a cache", node.name or "")
+    scale = attribute_float(node, "scale", 0.0)
+    core = Core(node, "attention", [(q, k)], v, node.outputs[0], scale or 1.0, default_scale=not scale)
+    core.explained.add(node)
+    core.causal = bool(attribute_int(node, "unidirectional", 0))
+    core.heads = attribute_int(node, "num_heads", 0)
+    if inputs[5] is not None:
+        core.terms.append(MaskTerm("add", inputs[5]))
+    _guards(view, core)
+    return core
+
+
+def is_product(node: ir.Node) -> bool:
+    """A product of two computed values; ORT's optimiser takes a scale into it."""
+    return is_op(node, "MatMul", "Einsum") or (node.domain == "com.microsoft" and node.op_type == "FusedMatMul")
 
 
 def _attention(view: GraphView, node: ir.Node) -> Core | Refusal | None:
@@ -63,6 +90,7 @@ def _attention(view: GraphView, node: ir.Node) -> Core | Refusal | None:
     core = Core(node, "attention", [(q, k)], v, node.outputs[0], scale or 1.0, default_scale=not scale)
     core.explained.add(node)
     core.causal = bool(attribute_int(node, "is_causal", 0))
+    core.heads = attribute_int(node, "q_num_heads", 0)
     if mask is not None:
         core.terms.append(MaskTerm("keep" if mask.dtype == ir.DataType.BOOL else "add", mask))
     if len(node.inputs) > 5 and node.inputs[4] is not None and node.inputs[5] is not None:
@@ -77,7 +105,8 @@ def _attention(view: GraphView, node: ir.Node) -> Core | Refusal | None:
 def _softmax(view: GraphView, node: ir.Node) -> Core | Refusal | None:
     scores = node.inputs[0]
     rank = None if scores is None else rank_of(scores)
-    if scores is None or rank is None or attribute_int(node, "axis", -1) not in (-1, rank - 1):
+    axis = attribute_int(node, "axis", -1)
+    if scores is None or (axis != -1 and (rank is None or axis != rank - 1)):
         return None
     core = Core(node, "softmax", [], node.outputs[0], node.outputs[0])
     core.explained.add(node)
@@ -93,7 +122,7 @@ def _is_product(view: GraphView, value: ir.Value | None) -> bool:
         producer = None if value is None else value.producer()
         if producer is None or view.is_const(producer.outputs[0]):
             return False
-        if is_op(producer, "MatMul", "Einsum"):
+        if is_product(producer):
             return view.weight_of(producer) is None
         if is_op(producer, "Where"):
             return _is_product(view, producer.inputs[1]) or _is_product(view, producer.inputs[2])
@@ -179,9 +208,13 @@ def _products(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
         return None
     if is_op(producer, "Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape", "Transpose"):
         return None if producer.inputs[0] is None else _products(view, core, producer.inputs[0])
-    if is_op(producer, "MatMul", "Einsum") and len(producer.inputs) == 2:
+    if is_product(producer) and len(producer.inputs) == 2:
         a, b = producer.inputs
         if a is not None and b is not None and not view.is_const(a) and not view.is_const(b):
+            alpha = attribute_float(producer, "alpha", 1.0)
+            if alpha != 1.0 and core.products:
+                return Refusal("scale", "parts of the scores are scaled differently", producer.name or "")
+            core.scale *= alpha
             if producer.op_type == "Einsum" and "->" not in attribute_string(producer, "equation", ""):
                 return Refusal("einsum", "an Einsum without an explicit result", producer.name or "")
             core.products.append((a, b))
@@ -203,7 +236,7 @@ def _after(view: GraphView, core: Core, value: ir.Value) -> bool:
         if len(users) != 1:
             return False
         user = users[0]
-        if is_op(user, "MatMul", "Einsum") and len(user.inputs) == 2:
+        if is_product(user) and attribute_float(user, "alpha", 1.0) == 1.0 and len(user.inputs) == 2:
             other = user.inputs[1] if user.inputs[0] is value else user.inputs[0]
             if other is None or view.is_const(other):
                 return False

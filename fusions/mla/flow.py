@@ -60,7 +60,10 @@ def is_leaf(view: GraphView, value: ir.Value) -> bool:
 def _is_part(view: GraphView, node: ir.Node) -> bool:
     """A cut of a linear layer's result along its channels, or its rows brought to batch and tokens."""
     source = node.inputs[0] if node.inputs else None
-    if source is None or not is_leaf(view, source):
+    if source is None:
+        return False
+    before = source.producer()
+    if not is_leaf(view, source) and (before is None or not is_op(before, "Split") or not _is_part(view, before)):
         return False
     rank = rank_of(source)
     if is_op(node, "Split") and rank == 3:

@@ -230,9 +230,10 @@ def _frozen(view: GraphView, term: MaskTerm, offset: Lin, tokens: Lin) -> tuple[
     array = view.array(term.value)
     if array is None or array.ndim < 2:
         return None
-    if any(d != 1 for d in array.shape[:-2]):
+    tables: np.ndarray = array.reshape(-1, array.shape[-2], array.shape[-1])
+    if not bool(np.all(tables == tables[:1])):
         return None
-    table: np.ndarray = array.reshape(array.shape[-2], array.shape[-1])
+    table: np.ndarray = tables[0]
     if table.dtype.kind != "b":
         table = table.astype(np.float32)
         if not np.all((table == 0) | (table <= NOTHING)):

@@ -156,6 +156,8 @@ def ends_of(view: GraphView, core: Core) -> list[End]:
                 break
             end.weights.append((user, weight))
             labels = einsum_labels(user) if is_op(user, "Einsum") else labels
+        elif is_op(user, "Where") and user.inputs[2] is value and _never(view, user.inputs[0]):
+            end.explained.add(user)
         elif not is_op(user, "Cast", "Identity"):
             break
         value = user.outputs[0]
@@ -201,6 +203,12 @@ def _layout(labels: str | None, value: ir.Value) -> str:
     if rank == 4:
         return labels if labels in ("BHSD", "BSHD") else "?"
     return {3: "BSC", 2: "NC"}.get(rank, "?")
+
+
+def _never(view: GraphView, value: ir.Value | None) -> bool:
+    """A constant condition that is false everywhere."""
+    array = None if value is None or not view.is_const(value) else view.array(value)
+    return array is not None and not bool(np.any(array))
 
 
 def _gate(view: GraphView, value: ir.Value) -> tuple[ir.Value, set[ir.Node]] | None:

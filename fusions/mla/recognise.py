@@ -379,10 +379,10 @@ def _heads(core: Core, end: End) -> tuple[int | None, int | None]:
             heads = dims[1 if layout == "BHSD" else 2]
             if heads is not None and dims[3] is not None and not is_op(core.o.producer(), "Einsum"):
                 return heads, dims[3]
-    count = core.anchor.attributes.get("q_num_heads")
-    dims = static_dims(core.o)
-    if count is not None and dims is not None and len(dims) == 3 and dims[2] is not None:
-        return count.as_int(), dims[2] // count.as_int()
+    for flat in (core.o, core.v):
+        dims = static_dims(flat)
+        if core.heads and dims is not None and len(dims) == 3 and dims[2] is not None:
+            return core.heads, dims[2] // core.heads
     return None, None
 
 

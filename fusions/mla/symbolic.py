@@ -323,13 +323,9 @@ class Symbolic:
         rank, before = len(places), len(source.shape)
         element = source.element
         if isinstance(element, Vec):
-            if places and places[-1] == before - 1:
-                pass
-            elif all(p is None or p != before - 1 for p in places) and len(element.items) == 1:
-                element = element.items[0]
-            elif before == 1 and not isinstance(_even(element), Vec):
+            if not places or places[-1] != before - 1:
                 element = _even(element)
-            else:
+            if isinstance(element, Vec) and (not places or places[-1] != before - 1):
                 raise Unknown("a vector that moves")
         gone = {f"@{before - i}": Lin(0) for i in range(before) if i not in places}
         moved = {f"@{before - p}": axis(rank - i) for i, p in enumerate(places) if p is not None}
