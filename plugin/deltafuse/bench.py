@@ -63,6 +63,7 @@ class Variant:
     plugin: bool
     device: str = ""
     fused_nodes: int = 0
+    nodes: dict[str, int] = field(default_factory=dict)  # by execution provider; "": refused by the plugin
     timings: list[Timing] = field(default_factory=list)
     failed: str = ""
     notes: list[str] = field(default_factory=list)
@@ -221,7 +222,7 @@ def _run(
         variant.device = f"{runner.device.name}:{runner.device.index}" if runner.device.name != "cpu" else "cpu"
         limits = usual_limits(signature, own, tolerance, on_gpu=runner.device.name != "cpu")
         placed = assignment(runner.session)
-        variant.fused_nodes = len(placed.fused)
+        variant.fused_nodes, variant.nodes = len(placed.fused), placed.counts()
         if variant.plugin and not placed.fused:
             variant.notes.append(placed.note or "no fused node runs on the plugin")
         for plan in plans:
