@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import onnx
 import onnx_ir as ir
 from olive.hardware import AcceleratorSpec
 from olive.hardware.accelerator import Device
-from olive.model import OliveModelHandler, ONNXModelHandler
+from olive.model import CompositeModelHandler, OliveModelHandler, ONNXModelHandler
 from olive.model.utils import resolve_onnx_path
 from olive.passes import Pass
 from olive.passes.onnx.common import get_external_data_config
@@ -122,6 +123,21 @@ class DeltaFuse(Pass):
     def is_accelerator_agnostic(accelerator_spec: AcceleratorSpec) -> bool:
         """False: with ``use_plugin`` the inference settings depend on the device."""
         return False
+
+    def run(self, model: OliveModelHandler, output_model_path: str) -> OliveModelHandler:
+        """Olive's way through a model's components; the reports of several stand beside them by component."""
+        made: OliveModelHandler = super().run(model, output_model_path)
+        if isinstance(made, CompositeModelHandler):
+            attributes = dict(made.model_attributes or {})
+            files = set(attributes.get("additional_files") or [])
+            for name, component in made.get_model_components():
+                report = Path(component.model_path).with_name(REPORT_NAME)
+                if report.is_file():
+                    kept = Path(made.model_path) / f"{Path(name).stem}_{REPORT_NAME}"
+                    shutil.copyfile(report, kept)
+                    files.add(str(kept))
+            made.model_attributes = {**attributes, "additional_files": sorted(files)}
+        return made
 
     def _run_for_config(self, model: OliveModelHandler, config: Any, output_model_path: str) -> ONNXModelHandler:
         if not isinstance(model, ONNXModelHandler):

@@ -236,6 +236,19 @@ def test_external_data(decode: Path, tmp_path: Path, options: dict[str, Any], ex
     assert again.fused == 2 and error(again, DECODE) < 1e-4
 
 
+def test_a_model_of_components(decode: Path, tmp_path: Path) -> None:
+    """Each is fused for itself, must meet the requirements itself, and has its report."""
+    other = written("kimi_decode", tmp_path)
+    parts = [{"type": "ONNXModel", "model_path": str(path)} for path in (decode, other)]
+    model = {"type": "CompositeModel", "model_components": parts, "model_component_names": ["one", "two"]}
+    made = run(model, tmp_path, {"type": "DeltaFuse", "require": {"kda": 1}})
+    for name, count in (("one", 2), ("two", 1)):
+        ops = [node.op_type for node in onnx.load(made.folder / f"{name}.onnx").graph.node]
+        assert ops.count("KimiDeltaAttention") == count
+        report = json.loads((made.folder / f"{name}_deltafuse_report.json").read_text())
+        assert [region["status"] for region in report["regions"] if region["op"] == "kda"] == ["fused"] * count
+
+
 def test_without_the_engine(decode: Path, tmp_path: Path) -> None:
     """``create_pass_from_dict``, Olive's way to run one pass from Python."""
     from deltafuse.olive import DeltaFuse
