@@ -5,6 +5,7 @@ from __future__ import annotations
 import lzma
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 from generate import generate  # noqa: E402
-from small_model import ModelSize, build  # noqa: E402
+from small_model import HYBRID, ModelSize, build  # noqa: E402
 
 PROMPT = [3, 17, 60, 2, 9, 44, 31, 5, 12, 8, 27]
 
@@ -64,8 +65,51 @@ def test_tokens_are_those_of_plain_sessions(small: bytes) -> None:
     assert generate(runner(small), PROMPT, 12) == made
 
 
+@pytest.fixture(scope="module")
+def hybrid() -> bytes:
+    model = ir.to_proto(build(HYBRID))
+    onnx.checker.check_model(model, full_check=True)
+    return bytes(model.SerializeToString())
+
+
+def test_states_and_caches_of_all_kinds_go_along(hybrid: bytes) -> None:
+    made = runner(hybrid)
+    assert set(made.states) == {
+        *(f"past.{n}.{name}" for n in (0, 2) for name in ("conv", "state")),
+        *("past.1.latent", "past.1.k_rope", "past.3.key", "past.3.value"),
+    }
+    results = [generate(made, PROMPT, 24, piece) for piece in (1, 4, 100)]
+    assert results[0] == results[1] == results[2] and len(set(results[0])) > 1
+    assert made.state_values()["past.1.latent"].shape() == [1, HYBRID.capacity, HYBRID.latent]
+
+
+def test_what_a_cache_holds_makes_no_difference(hybrid: bytes) -> None:
+    """Latents and keys and values say the same; a model without the attention says something else."""
+    swapped = build(replace(HYBRID, attention={1: "expanded", 3: "latent"}))
+    other = build(replace(HYBRID, attention={1: "latent"}))
+    made = generate(runner(hybrid), PROMPT, 20)
+    assert made == generate(runner(ir.to_proto(swapped).SerializeToString()), PROMPT, 20)
+    assert made != generate(runner(ir.to_proto(other).SerializeToString()), PROMPT, 20)
+
+
+def test_hybrid_tokens_are_those_of_plain_sessions(hybrid: bytes) -> None:
+    session = ort.InferenceSession(hybrid, quiet(), providers=["CPUExecutionProvider"])
+    past_values = [value for value in session.get_inputs() if value.name.startswith("past")]
+    states = {v.name: np.zeros([1 if n == "batch" else n for n in v.shape], np.float32) for v in past_values}
+    tokens, past, made = list(PROMPT), 0, []
+    while len(made) < 12:
+        feeds = {"input_ids": [tokens], "position_ids": [[*range(past, past + len(tokens))]], "cache_lengths": [past]}
+        feeds = {name: np.array(value, np.int64) for name, value in feeds.items()}
+        logits, *new = session.run(None, feeds | states)
+        states = dict(zip(states, new, strict=True))
+        past += len(tokens)
+        made.append(int(np.argmax(logits[0, -1])))
+        tokens = made[-1:]
+    assert generate(runner(hybrid), PROMPT, 12) == made
+
+
 def test_half_precision_models_load(tmp_path: Path) -> None:
-    model = build(ModelSize(layers=1, dtype="FLOAT16"))
+    model = build(ModelSize(layers=3, dtype="FLOAT16", attention=HYBRID.attention))
     ir.save(model, tmp_path / "m.onnx", external_data="m.data")
     assert len(generate(runner(tmp_path / "m.onnx"), PROMPT, 4)) == 4
 
@@ -87,10 +131,18 @@ def test_the_example_runs(arguments: list[str]) -> None:
         [sys.executable, str(EXAMPLES / "generate.py"), *arguments], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "38 tokens in" in done.stdout and "4 states stay on" in done.stdout
+    assert "38 tokens in" in done.stdout and "8 states stay on" in done.stdout
 
 
 def test_the_example_says_what_is_wrong(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "generate.py"), "--device", "tpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith("error: device 'tpu'")
+
+
+def test_tokens_in_tokens_out() -> None:
+    command = [sys.executable, str(EXAMPLES / "generate.py"), "--token-ids", "5,6,7", "--tokens", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1].split(",")
+    assert len(last) == 4 and all(0 <= int(token) < 256 for token in last)
