@@ -1,0 +1,87 @@
+"""Quantization through ``deltafuse.fuse`` and the command: an export with experts, calibrated and not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import deltafuse
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from deltafuse.calibration import calibrate
+from deltafuse.cli import app
+from deltafuse.errors import OptionError
+from typer.testing import CliRunner
+
+from .models import layer_model, run
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A model that is fused already: proofs are tested elsewhere."""
+    target = tmp_path / "model.onnx"
+    onnx.save(ir.to_proto(layer_model(layers=1)), target)
+    return target
+
+
+def test_fuse_quantizes_and_reports(path: Path, tmp_path: Path) -> None:
+    output, report = tmp_path / "out.onnx", tmp_path / "report.json"
+    done = deltafuse.fuse(path, output, quantize={"experts": "int4:128", "dense": "int8:128"}, report=report)
+    assert done.quantization is not None and len(done.quantization.tensors) == 7
+    assert output.stat().st_size < 0.3 * path.stat().st_size
+    written = json.loads(report.read_text())["quantization"]
+    assert written["schemes"] == {"experts": "int4:128", "dense": "int8:128"}
+    assert all(0 < tensor["error"] < 0.2 for tensor in written["tensors"])
+    assert written["bytes_after"] < 0.3 * written["bytes_before"]
+    x = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    assert np.all(np.isfinite(run(ir.load(output), x)))
+    # the model itself is as it was
+    assert deltafuse.fuse(path).quantization is None
+
+
+def test_the_portable_target_is_quantized_too(path: Path) -> None:
+    done = deltafuse.fuse(path, target="portable", quantize="experts=int8:channel")
+    assert done.model is not None and not done.model.functions
+    assert done.quantization is not None and len(done.quantization.tensors) == 4
+    x = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    before = run(ir.load(path), x)
+    assert np.linalg.norm(run(done.model, x) - before) < 0.05 * np.linalg.norm(before)
+
+
+def test_a_dry_run_quantizes_nothing(path: Path) -> None:
+    assert deltafuse.fuse(path, dry_run=True, quantize="dense=int8:128").quantization is None
+
+
+def test_calibrated(path: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.npz"
+    calibrate(path, samples=2, tokens=16).save(data)
+    done = deltafuse.fuse(path, quantize="experts=int4:128,dense=int4:128", calibration=data)
+    assert done.quantization is not None and done.quantization.calibration == str(data)
+    known = {tensor.name for tensor in done.quantization.tensors if tensor.calibrated}
+    # the turned weight of the last product has been folded into a constant with a name of its own
+    assert {"layer0.in", "layer0.gemm", "layer0.moe.gate_up", "layer0.moe.shared_gate_up"} < known and len(known) == 5
+
+
+def test_the_command(path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.onnx"
+    args = ["fuse", str(path), "-o", str(output), "--quantize", "experts=int4:128", "--json"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["quantization"]["schemes"] == {"experts": "int4:128"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantize": "experts=int3:128"}, "quantize: 'int3:128': format 'int3'"),
+        ({"quantize": "everything=int4:128"}, "expected one of experts, dense"),
+        ({"quantize": 4}, "expected text such as"),
+        ({"calibration": "data.npz"}, "nothing to quantize"),
+        ({"quantize": "dense=int8:128", "calibration": "missing.npz"}, "missing.npz"),
+    ],
+)
+def test_options_that_are_not_taken(path: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        deltafuse.fuse(path, **options)  # type: ignore[arg-type]
