@@ -49,7 +49,8 @@ def design(config: MoeConfig, seed: int = 0) -> Design:
     weight = np.zeros((experts, hidden))
     weight[:, :heard] = np.round(rng.standard_normal((experts, heard)) * 1.5 / np.sqrt(heard) * 256) / 256
     bias = np.round(rng.standard_normal(experts) * 16) / 64
-    choice_bias = np.round(rng.standard_normal(experts) * 0.2 * 1024) / 1024
+    # mostly negative: where scores are low, a mask of 0 beats what stays
+    choice_bias = np.round((rng.standard_normal(experts) * 0.2 - 0.25) * 1024) / 1024
     if heard > STEERING + 1:
         per_group = experts // config.n_group
         group = np.arange(experts) // per_group
@@ -107,7 +108,8 @@ def _decided(values: np.ndarray, size: np.ndarray, count: int) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         gap = np.where(border[:, 0] == border[:, 1], 0.0, border[:, 0] - border[:, 1])
     # others may lie as near to the border as the next one does
-    near = np.abs(values - border[:, :1]) <= MARGIN * np.maximum(scale, 1e-30)[:, None]
+    with np.errstate(invalid="ignore"):
+        near = np.abs(values - border[:, :1]) <= MARGIN * np.maximum(scale, 1e-30)[:, None]
     exact = values == border[:, :1]
     return ((gap == 0.0) | (gap > MARGIN * scale)) & np.all(~near | exact, axis=-1)
 

@@ -45,7 +45,8 @@ def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
     """Candidates at a router, the most complete first, or why there is none."""
     reader, router = site.reader, site.router
     assert reader is not None
-    assert router is not None
+    if router is None:
+        return _no_router(view, site)
     routed: Routed | None = None
     for value in cuts(view, site.order, router.topk):
         routed = reader.attempt(read_routed, router, value)
@@ -55,6 +56,17 @@ def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
     return Refusal(
         "experts", f"{describe(router)}; what follows it is in no form of experts that is known{why}", site.name
     )
+
+
+def _no_router(view: GraphView, site: Site) -> Refusal:
+    """Experts chosen by something else than the best of a router's scores."""
+    source = site.ids.producer() if site.ids is not None else None
+    what = "by indices that no router of this graph makes"
+    if is_op(source, "TopK"):
+        what = "by a TopK whose scores are neither a sigmoid nor a softmax of logits"
+    elif source is not None and any(v is not None and view.is_const(v) for v in source.inputs[:1]):
+        what = "by a table (hash or frozen routing), not by scores"
+    return Refusal("routing", f"experts are chosen {what}", site.name)
 
 
 def describe(router: Router) -> str:

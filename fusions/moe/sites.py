@@ -24,6 +24,7 @@ class Site(Place):
     router: Router | None = None
     reader: Reader | None = None
     order: list[ir.Node] = field(default_factory=list)
+    ids: ir.Value | None = None  # what experts are chosen by where there is no router
 
 
 def find_sites(view: GraphView) -> list[Site]:
@@ -39,7 +40,30 @@ def find_sites(view: GraphView) -> list[Site]:
             name = scope_of(node) or node.name or f"node {view.position[node]}"
             region = Region([], sorted(reader.marks.all(), key=view.position.__getitem__), [])
             found.append(Site(name, "", region, [node], router, reader, order))
-    return found
+    return found + _without_router(view, order, {s.router.ids for s in found if s.router is not None})
+
+
+def _without_router(view: GraphView, order: list[ir.Node], known: set[ir.Value]) -> list[Site]:
+    """Experts' weights that are gathered by indices no router made, one site for each index."""
+    found: dict[ir.Value, Site] = {}
+    for node in order:
+        if not is_op(node, "Gather", "GatherND") or rank_of(node.inputs[0]) != 3:  # type: ignore[arg-type]
+            continue
+        data, index = node.inputs[0], node.inputs[1]
+        if data is None or index is None or not view.is_const(data) or view.is_const(index):
+            continue
+        source = Reader(view).moved(index)
+        if source is None or source in known or source in found or not _is_multiplied(view, node.outputs[0]):
+            continue
+        name = scope_of(node) or node.name or f"node {view.position[node]}"
+        found[source] = Site(name, "gathered", Region([], [node], []), [node], None, Reader(view), order, source)
+    return list(found.values())
+
+
+def _is_multiplied(view: GraphView, value: ir.Value) -> bool:
+    users = view.users(value)
+    moving = [u for u in users if is_op(u, "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Cast", "DequantizeLinear")]
+    return any(is_op(u, "MatMul", "Einsum") for u in users) or any(_is_multiplied(view, u.outputs[0]) for u in moving)
 
 
 def scope_of(node: ir.Node) -> str:
@@ -59,7 +83,7 @@ def cuts(view: GraphView, order: list[ir.Node], start: ir.Node) -> Iterator[ir.V
     passed = 0
     for place in range(view.position[start] + 1, len(order)):
         node = order[place]
-        read = [v for v in view.inputs_of(node) if v in waiting]
+        read = [v for v in dict.fromkeys(view.inputs_of(node)) if v in waiting]
         if not read:
             continue
         for value in read:
