@@ -25,23 +25,28 @@ DELTAFUSE_INLINE Vec Larger(Vec a, Vec b) { return a > b ? a : b; }
 DELTAFUSE_INLINE Vec Smaller(Vec a, Vec b) { return a < b ? a : b; }
 DELTAFUSE_INLINE Vec Abs(Vec a) { return AsFloat(AsBits(a) & SplatU(0x7fffffffu)); }
 
-// The upper half onto the lower one, until one is left.
+// The upper half onto the lower one, until one is left. By way of plain floats: in an array of vectors, GCC 12's
+// AddressSanitizer does not keep their alignment.
 DELTAFUSE_INLINE float Sum(Vec v) {
   typedef float Four __attribute__((vector_size(16)));
+  Four f;
+  float lanes[kLanes];
 #if DELTAFUSE_LANES == 16
   typedef float Eight __attribute__((vector_size(32)));
-  Eight halves[2];
-  __builtin_memcpy(halves, &v, sizeof(v));
-  const Eight w = halves[0] + halves[1];
+  Eight low, high;
+  __builtin_memcpy(lanes, &v, sizeof(v));
+  __builtin_memcpy(&low, lanes, sizeof(low));
+  __builtin_memcpy(&high, lanes + 8, sizeof(high));
+  const Eight w = low + high;
 #else
   const Vec w = v;
 #endif
+  __builtin_memcpy(lanes, &w, sizeof(w));
+  __builtin_memcpy(&f, lanes, sizeof(f));
 #if DELTAFUSE_LANES >= 8
-  Four quarters[2];
-  __builtin_memcpy(quarters, &w, sizeof(w));
-  const Four f = quarters[0] + quarters[1];
-#else
-  const Four f = w;
+  Four g;
+  __builtin_memcpy(&g, lanes + 4, sizeof(g));
+  f += g;
 #endif
   return (f[0] + f[2]) + (f[1] + f[3]);
 }
