@@ -272,7 +272,7 @@ def test_json_errors_are_one_object(tmp_path: Path) -> None:
 def test_exit_codes_are_those_of_the_readme() -> None:
     from deltafuse import cli_common
 
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    readme = (Path(__file__).resolve().parents[2] / "plugin/deltafuse/README.md").read_text()
     table = re.search(r"\| exit code \|.*?\n\n", readme, re.DOTALL)
     assert table is not None
     said = {int(number) for number in re.findall(r"^\| (\d+) \|", table[0], re.MULTILINE)}

@@ -72,7 +72,7 @@ def test_dry_run_and_inspect(pipeline: FakePipeline, path: Path, tmp_path: Path)
         (["fuse", "{path}"], "give -o OUT.onnx"),
         (["fuse"], "Missing argument"),
         (["fuse", "{path}", "-o", "o.onnx", "--require", "kda"], "expected OP=COUNT"),
-        (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--require", "moe=1"], "expected an op among kda"),
+        (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--require", "abc=1"], "expected an op among kda"),
         (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--target", "cuda"], "expected one of plugin, portable"),
         (["fuse", "{path}", "-o", "{tmp}/o.onnx", "--proof-memory", "much"], "expected a size"),
         (["fuse", "{path}", "-o", "{tmp}"], "is a directory"),
