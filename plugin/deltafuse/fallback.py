@@ -257,12 +257,17 @@ def nodes_of(graph: Any) -> Iterator[Any]:
 
 
 def router_op(model: str | os.PathLike[str] | bytes) -> str:
-    """The first operator of :data:`ROUTER_OPS` in the model, "" where there is none.
+    """The first operator of :data:`ROUTER_OPS` in the model, "" where there is none."""
+    return first_op(model, ROUTER_OPS)
+
+
+def first_op(model: str | os.PathLike[str] | bytes, wanted: Sequence[str]) -> str:
+    """The first of these operators that the model has, "" where it has none.
 
     The file is searched for the operator's name as protobuf writes it in a node, so that models of many gigabytes need
     not be parsed. A sampler's TopK counts as well: it chooses by comparing too.
     """
-    names = {name: bytes([0x22, len(name)]) + name.encode() for name in ROUTER_OPS}  # field 4 (op_type), length, text
+    names = {name: bytes([0x22, len(name)]) + name.encode() for name in wanted}  # field 4 (op_type), length, text
     if isinstance(model, bytes):
         return next((name for name, written in names.items() if written in model), "")
     try:

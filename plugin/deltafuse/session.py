@@ -29,6 +29,7 @@ REGISTRATION_NAME = "deltafuse"
 _TAG = "session_tag"
 _TAG_ENTRY = f"ep.{EP_NAME.lower()}.{_TAG}"
 _RECORD_ENTRY = "session.record_ep_graph_assignment_info"
+_ARENA_ENTRY = "session.use_device_allocator_for_initializers"
 
 _lock = threading.Lock()
 #: What session() has to say of a session: why the plugin does not run in it, or why it is not on the GPU.
@@ -170,6 +171,8 @@ def _make(
         warnings.warn(remark, RuntimeWarning, stacklevel=3)
 
     remarks = [problem or remark, numbers if kind == "cuda" else ""]
+    if kind == "cuda" and fallback.first_op(path_or_bytes, ("GroupedQMoE",)):
+        _weights_outside_of_the_arena(chosen)
 
     def create(model: str | os.PathLike[str] | bytes) -> Any:
         try:
@@ -195,6 +198,14 @@ def _make(
         return made
     del made  # its memory is wanted for the next one
     return _step_down(create, chosen, path_or_bytes, lowered)
+
+
+def _weights_outside_of_the_arena(options: Any) -> None:
+    """Kernels pack experts' weights when a session is made; an arena would keep the memory of the originals."""
+    try:
+        options.get_session_config_entry(_ARENA_ENTRY)
+    except Exception:  # onnxruntime raises where the caller has not set it
+        options.add_session_config_entry(_ARENA_ENTRY, "1")
 
 
 def _step_down(create: Any, options: Any, model: str | os.PathLike[str] | bytes, lowered: fallback.Lowered) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deltafuse
@@ -13,6 +14,8 @@ import pytest
 from deltafuse.custom_ops.moe.draw import DTYPES, draw_inputs
 from deltafuse.custom_ops.moe.reference import reference, relative_error, tolerance
 from deltafuse.custom_ops.moe.spec import MoeConfig
+from deltafuse.fallback import first_op
+from deltafuse.session import _weights_outside_of_the_arena
 from moe.configs import CONFIGS, FULL
 from moe.onnx_call import Arrays, call_model, run
 from onnx import numpy_helper
@@ -145,3 +148,18 @@ def test_a_refused_call_runs_as_its_body_and_says_why() -> None:
     (refusal,) = deltafuse.assignment(running).refused
     assert "of_a_later_version" in refusal.reason and "QMoE" in refusal.reason
     check(FULL, inputs, run(running, FULL, inputs), "float32")
+
+
+def test_weights_stay_outside_of_the_arena_unless_the_caller_says_otherwise(tmp_path: Path) -> None:
+    """What a session on a GPU asks ORT for, so that it can give back weights that kernels have packed."""
+    entry = "session.use_device_allocator_for_initializers"
+    options, own = quiet(), quiet()
+    own.add_session_config_entry(entry, "0")
+    for chosen in (options, own):
+        _weights_outside_of_the_arena(chosen)
+    assert (options.get_session_config_entry(entry), own.get_session_config_entry(entry)) == ("1", "0")
+    model = call_model(FULL, draw_inputs(FULL, 2, np.random.default_rng(9)))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert first_op(path, ("QMoE", "GroupedQMoE")) == "GroupedQMoE"
+    assert first_op(model.SerializeToString(), ("QMoE",)) == ""
