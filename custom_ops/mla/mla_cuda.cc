@@ -80,9 +80,9 @@ Path path_of(const Params& p, const DeviceInfo& device) {
 
 // Offsets of the workspace's parts.
 struct Workspace {
-  int64_t latent = 0, rope = 0, scale = 0, key = 0, value = 0;  // where a present is not asked for
-  int64_t q = 0, o_latent = 0, partial = 0, stats = 0;          // decode, and Any with absorbed weights
-  int64_t q_rope = 0, flat_latent = 0, flat_rope = 0, kv = 0;   // prompts
+  int64_t latent = 0, rope = 0, scale = 0, key = 0, value = 0;     // where a present is not asked for
+  int64_t q = 0, o_latent = 0, partial = 0, stats = 0, parts = 0;  // decode, and Any with absorbed weights
+  int64_t q_rope = 0, flat_latent = 0, flat_rope = 0, kv = 0;      // prompts
   int64_t total = 0;
   int64_t take(int64_t bytes) {
     const int64_t at = total;
@@ -121,6 +121,7 @@ Workspace workspace_of(const Params& p, const DeviceInfo& device) {
       w.o_latent = w.take(items * p.kv_lora_rank * size);
       w.partial = w.take(plan.partial_bytes);
       w.stats = w.take(plan.stats_bytes);
+      w.parts = w.take(plan.parts_bytes);
       break;
     }
     case Path::kPrompt: {
@@ -292,6 +293,7 @@ class Run {
     a.partial = static_cast<float*>(at(w_.partial));
     a.stats = static_cast<float*>(at(w_.stats));
     a.o_latent = at(w_.o_latent);
+    a.parts = static_cast<const Part*>(at(w_.parts));
     a.items = plan.items;
     a.by_section = plan.by_section;
     const cudaError_t status = launch_decode(a, stream_);
@@ -308,6 +310,11 @@ class Run {
     absorb.kv_b = kv_b_;
     absorb.channel_scale = p_.cache_type == CacheType::kInt8 ? view_.scale : nullptr;
     absorb.out = q;
+    absorb.parts.lengths = lengths_;
+    absorb.parts.batch = p_.batch;
+    absorb.parts.window = p_.window;
+    absorb.parts.by_section = plan_decode(p_, capacity(p_), device_.multiprocessors).by_section;
+    absorb.parts.parts = static_cast<Part*>(at(w_.parts));
     cudaError_t status = launch_absorb_fast(absorb, true, stream_);
     if (status != cudaSuccess) return failed("launching the absorbed queries", status);
     if (const char* why = attend(q)) return why;

@@ -20,6 +20,7 @@ struct DecodeKernelArgs {
   int row_blocks = 0;
   int rope_column = 0;  // of the rotated key in its map
   int box_rows = 64;    // tokens of one fetch
+  int once = 0;         // the cache is larger than what the L2 cache can keep: leave that to the sums
 };
 
 namespace decode {
@@ -31,14 +32,16 @@ constexpr int kQueryBlock = kRows * 128;
 constexpr int kQueryBytes = kQueryBlock * (kLatent + kRotary) / 64;
 constexpr int kWeightBytes = kRows * kTile * 2;  // P^T
 constexpr int kRawBytes = kTile * kLatent;       // 8-bit codes of a tile
-constexpr int kRegistersFew = 96, kRegistersMany = 160;
+constexpr int kChains = 2;                       // sums of the scores' products
+constexpr int kFetchRegisters = 64, kScoreRegisters = 144, kSumRegisters = 152;
 
 struct Small {
-  uint64_t full[kStages], empty[kStages], weights_full[2], weights_empty[2];
+  uint64_t full[kStages], empty[kStages], weights_full[2], weights_empty[2], q_full, q_empty;
   float rescale[2][kRows];              // of the leaf's sum before this tile
   float keep[2][kRows], add[2][kRows];  // total = total * keep + leaf * add
-  float largest[2][4][kRows], sums[2][4][kRows], leaf_largest[2][kRows];
+  float largest[2][4][kRows], sums[2][4][kRows], leaf_largest[kRows];
   float scales[kTile][kLatent / kFloat8Group];
+  int64_t mask_row[kRows];
 };
 constexpr int kSharedBytes = 1024 + kStages * kTileBytes + kQueryBytes + 2 * kWeightBytes + int(sizeof(Small));
 
@@ -47,22 +50,61 @@ constexpr int kSharedBytes = 1024 + kStages * kTileBytes + kQueryBytes + 2 * kWe
 #ifdef MLA_SM90A
 namespace decode {
 
+// Operands in shared memory start at addresses that all lanes share; said so, the compiler keeps them in uniform
+// registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
 __device__ __forceinline__ void zero16(void* p) { *static_cast<uint4*>(p) = uint4{0, 0, 0, 0}; }
 
-// The tokens of one block, counted from the cut's base.
+// What a block does at a time: one part of a sequence for 32 query rows.
 struct Item {
-  int begin, end, tiles;
-  int leaf_tiles;
+  int64_t at;  // its place among the partial sums
+  int b, base, last, begin, end, tiles, leaf_tiles, first_row;
+
+  // `work` counts row blocks first, then parts.
+  __device__ Item(const DecodeKernelArgs& k, const Part& part, int work) {
+    const int row_block = k.row_blocks == 1 ? 0 : work % k.row_blocks;
+    b = part.b, base = part.base, last = part.last, begin = part.begin, end = part.end, leaf_tiles = part.leaf_tiles;
+    tiles = (end - begin + kTile - 1) / kTile;
+    first_row = row_block * kRows;
+    at = (int64_t(b) * k.row_blocks + row_block) * k.a.items + part.index;
+  }
 };
 
+// Goes through this block's share of the work; the next part is looked up before this one is begun.
+template <typename Body>
+__device__ __forceinline__ void for_each_item(const DecodeKernelArgs& k, int all, Body body) {
+  const Part* parts = k.a.parts + 1;
+  int work = blockIdx.x;
+  if (work >= all) return;
+  Part part = parts[k.row_blocks == 1 ? work : work / k.row_blocks];
+  while (work < all) {
+    const int next = work + gridDim.x;
+    const Part next_part = parts[next >= all ? 0 : k.row_blocks == 1 ? next : next / k.row_blocks];
+    body(Item(k, part, work));
+    work = next;
+    part = next_part;
+  }
+}
+
 // -- fetching ---------------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void fetch_box(const DecodeKernelArgs& k, const CUtensorMap* map, unsigned char* to,
-                                          uint64_t* bar, int column, int64_t b, int64_t token) {
+// The place of a box of tokens in the tensor maps; outside of them, so that zeros come, where its block id is wrong.
+__device__ __forceinline__ int box_row(const DecodeKernelArgs& k, const Item& item, int token) {
   const View& v = k.a.cache;
-  for (int part = 0; part < kTile; part += k.box_rows) {
-    int64_t row = v.row(b, token + part);
-    if (row < 0) row = -(1 << 30);  // outside: zeros
-    ptx::tma_load(to + part * 128, map, bar, column, static_cast<int>(row));
+  if (!v.block_table) return item.b * static_cast<int>(v.batch_rows) + token;
+  const int64_t row = v.row(item.b, token);
+  return row < 0 ? -(1 << 30) : static_cast<int>(row);
+}
+
+// What lies behind a sequence's rows are the next one's, or zeros: columns of the products that nobody looks at.
+__device__ __forceinline__ void fetch_queries(const DecodeKernelArgs& k, const CUtensorMap* map, const Item& item,
+                                              int turn, unsigned char* q, Small* small) {
+  const int row = item.b * static_cast<int>(k.a.p.seq_len) * k.a.p.num_heads + item.first_row;
+  if (turn > 0) ptx::mbar_wait(&small->q_empty, (turn - 1) & 1);
+  ptx::mbar_expect(&small->q_full, kQueryBytes);
+#pragma unroll 1
+  for (int c = 0; c < (kLatent + kRotary) / 64; ++c) {
+    ptx::tma_load(q + c * kQueryBlock, map, &small->q_full, c * 64, row);
   }
 }
 
@@ -104,35 +146,41 @@ __device__ __forceinline__ void convert(const uint4& codes, float scale, uint4 (
   }
 }
 
-template <typename T, CacheType kType>
+template <typename T, CacheType kType, typename BeforeFirst, typename AfterFirst>
 __device__ void fetch(const DecodeKernelArgs& k, const CUtensorMap* latent_map, const CUtensorMap* rope_map,
-                      const Item& item, int64_t base, int64_t b, unsigned char* tiles, unsigned char* raw,
-                      Small* small) {
+                      const Item& item, int& count, unsigned char* tiles, unsigned char* raw, Small* small,
+                      BeforeFirst before_first, AfterFirst after_first) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   if (kType == CacheType::kSame) {
-    if (thread != 0) return;
-    for (int i = 0; i < item.tiles; ++i) {
-      const int stage = i % kStages;
-      if (i >= kStages) ptx::mbar_wait(&small->empty[stage], (i / kStages - 1) & 1);
+    const uint64_t policy = k.once ? ptx::evict_first() : ptx::evict_normal();
+    for (int i = 0; i < item.tiles; ++i, ++count) {
+      const int stage = count % kStages;
+      if (count >= kStages) ptx::mbar_wait(&small->empty[stage], (count / kStages - 1) & 1);
       ptx::mbar_expect(&small->full[stage], kTileBytes);
       unsigned char* tile = tiles + stage * kTileBytes;
-      const int64_t token = base + item.begin + i * kTile;
-#pragma unroll 1
-      for (int c = 0; c < kLatent / 64; ++c) {
-        fetch_box(k, latent_map, tile + c * kBlock, &small->full[stage], c * 64, b, token);
+      if (i == 0) before_first();
+      for (int part = 0; part < kTile; part += k.box_rows) {
+        const int row = box_row(k, item, item.base + item.begin + i * kTile + part);
+        unsigned char* to = tile + part * 128;
+#pragma unroll
+        for (int c = 0; c < kLatent / 64; ++c) {
+          ptx::tma_load(to + c * kBlock, latent_map, &small->full[stage], c * 64, row, policy);
+        }
+        ptx::tma_load(to + kLatent / 64 * kBlock, rope_map, &small->full[stage], k.rope_column, row, policy);
       }
-      fetch_box(k, rope_map, tile + kLatent / 64 * kBlock, &small->full[stage], k.rope_column, b, token);
+      if (i == 0) after_first();
     }
     return;
   }
   // Each warp fetches and converts every fourth token: 32 lanes of 16 codes.
   const View& v = k.a.cache;
+  const int64_t first_row = item.b * v.batch_rows + item.base;  // not paged
   constexpr int kTurns = kTile / 4, kBatch = 4;
   auto start = [&](int tile, int turn) {
     const int at = turn * 4 + warp;
     const int t = item.begin + tile * kTile + at;
     if (tile < item.tiles && t < item.end) {
-      const int64_t row = v.row(b, base + t);
+      const int64_t row = v.block_table ? v.row(item.b, item.base + t) : first_row + t;
       if (row >= 0) {
         cp_async(raw + at * kLatent + lane * 16, static_cast<const uint8_t*>(v.latent) + row * v.latent_row + lane * 16,
                  16);
@@ -146,14 +194,18 @@ __device__ void fetch(const DecodeKernelArgs& k, const CUtensorMap* latent_map, 
 #pragma unroll 1
   for (int turn = 0; turn < kTurns; ++turn) start(0, turn);
 #pragma unroll 1
-  for (int i = 0; i < item.tiles; ++i) {
-    const int stage = i % kStages;
-    if (i >= kStages) ptx::mbar_wait(&small->empty[stage], (i / kStages - 1) & 1);
+  for (int i = 0; i < item.tiles; ++i, ++count) {
+    const int stage = count % kStages;
+    if (count >= kStages) ptx::mbar_wait(&small->empty[stage], (count / kStages - 1) & 1);
     unsigned char* tile = tiles + stage * kTileBytes;
     if (thread == 0) {
       ptx::mbar_expect(&small->full[stage], kBlock);
-      fetch_box(k, rope_map, tile + kLatent / 64 * kBlock, &small->full[stage], k.rope_column, b,
-                base + item.begin + i * kTile);
+      if (i == 0) before_first();
+      for (int part = 0; part < kTile; part += k.box_rows) {
+        ptx::tma_load(tile + kLatent / 64 * kBlock + part * 128, rope_map, &small->full[stage], k.rope_column,
+                      box_row(k, item, item.base + item.begin + i * kTile + part));
+      }
+      if (i == 0) after_first();
     }
 #pragma unroll 1
     for (int batch = 0; batch < kTurns; batch += kBatch) {
@@ -163,7 +215,7 @@ __device__ void fetch(const DecodeKernelArgs& k, const CUtensorMap* latent_map, 
       for (int j = 0; j < kBatch; ++j) {
         const int at = (batch + j) * 4 + warp, t = item.begin + i * kTile + at;
         uint4 out[2] = {};
-        if (t < item.end && v.row(b, base + t) >= 0) {
+        if (t < item.end && (!v.block_table || v.row(item.b, item.base + t) >= 0)) {
           const uint4 codes = *reinterpret_cast<const uint4*>(raw + at * kLatent + lane * 16);
           convert<T, kType>(codes, kType == CacheType::kFloat8 ? small->scales[at][lane / 8] : 1.0f, out);
         }
@@ -183,51 +235,51 @@ __device__ void fetch(const DecodeKernelArgs& k, const CUtensorMap* latent_map, 
 
 // -- scores and softmax
 // -------------------------------------------------------------------------------------------------
-template <typename T>
-__device__ void load_queries(const DecodeKernelArgs& k, int64_t b, int first_row, unsigned char* q) {
-  const int rows = static_cast<int>(k.a.p.seq_len) * k.a.p.num_heads;
-  constexpr int kChunks = (kLatent + kRotary) / 8;
-  const T* from = static_cast<const T*>(k.a.q) + (b * rows + first_row) * (kLatent + kRotary);
-#pragma unroll 6
-  for (int i = threadIdx.x; i < kRows * kChunks; i += 128) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    uint4 x = {};
-    if (first_row + row < rows)
-      x = *reinterpret_cast<const uint4*>(from + int64_t(row) * (kLatent + kRotary) + chunk * 8);
-    *reinterpret_cast<uint4*>(q + chunk / 8 * kQueryBlock + row * 128 + ((chunk % 8) ^ (row % 8)) * 16) = x;
-  }
-}
-
-template <typename T, CacheType kType>
-__device__ void scores(const DecodeKernelArgs& k, const Item& item, const Cut& cut, int64_t b, int first_row,
-                       float* stats, unsigned char* tiles, unsigned char* q, unsigned char* weights, Small* small) {
+template <typename T, CacheType kType, bool kMask>
+__device__ void scores(const DecodeKernelArgs& k, const Item& item, int turn, int& count, unsigned char* tiles,
+                       unsigned char* q, unsigned char* weights, Small* small) {
   const Params& p = k.a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rows = static_cast<int>(p.seq_len) * p.num_heads;
-  load_queries<T>(k, b, first_row, q);
+  const int first_row = item.first_row;
+  if (kMask && threadIdx.x < kRows) {
+    const int mask_row = first_row + threadIdx.x;
+    small->mask_row[threadIdx.x] = item.b * p.mask_strides[0] + mask_row % p.num_heads * p.mask_strides[1] +
+                                   mask_row / p.num_heads * p.mask_strides[2] + item.base * p.mask_strides[3];
+  }
   // The keys that each of this thread's 8 columns sees, from the cut's base.
-  int low[8], high[8];
+  int high[8];
+  const int reach = p.window > 0 ? p.window : 1 << 30;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int row = first_row + i / 2 * 8 + 2 * t + i % 2, s = row / p.num_heads;
-    const int64_t position = cut.end - p.seq_len + s;
-    high[i] = static_cast<int>((p.causal ? position + 1 : cut.end) - cut.base);
-    low[i] = p.window > 0 ? static_cast<int>(position - p.window + 1 - cut.base) : 0;
+    const int row = first_row + i / 2 * 8 + 2 * t + i % 2, s = p.seq_len == 1 ? 0 : row / p.num_heads;
+    high[i] = (p.causal ? item.last - static_cast<int>(p.seq_len) + s + 1 : item.last) - item.base;
     if (row >= rows) high[i] = 0;
   }
-  ptx::fence_async();
-  ptx::bar_sync(1, 128);
+  if (kMask) ptx::bar_sync(1, 128);
 
   const float factor = p.scale * kLog2e;
   float top[8], sum[8];
-  float total_top = -INFINITY, total_sum = 0.0f;  // of head `lane`, in the first warp
-  const uint32_t q_address = ptx::shared_address(q);
+  // The first warp's lanes hold the totals of one row each. A leaf's sum joins them when the next tile's barrier, or
+  // the last one, has shown what the other warps found.
+  float total_top = -INFINITY, total_sum = 0.0f, keep = 0.0f, add = 0.0f;
+  int summed = -1;
+  auto join_sum = [&]() {
+    if (warp != 0 || summed < 0) return;
+    float leaf_sum = small->sums[summed][0][lane];
+#pragma unroll
+    for (int w = 1; w < 4; ++w) leaf_sum += small->sums[summed][w][lane];
+    total_sum = __fmaf_rn(leaf_sum, add, __fmul_rn(total_sum, keep));
+    summed = -1;
+  };
+  const uint64_t q_operand = ptx::descriptor(uniform(ptx::shared_address(q)));
   int in_leaf = 0;  // tiles
   bool first_leaf = true;
-  for (int i = 0; i < item.tiles; ++i) {
-    const int stage = i % kStages, buffer = i & 1, tile0 = item.begin + i * kTile;
+  ptx::mbar_wait(&small->q_full, turn & 1);
+  for (int i = 0; i < item.tiles; ++i, ++count) {
+    const int stage = count % kStages, buffer = count & 1, tile0 = item.begin + i * kTile;
     unsigned char* tile = tiles + stage * kTileBytes;
-    ptx::mbar_wait(&small->full[stage], (i / kStages) & 1);
+    ptx::mbar_wait(&small->full[stage], (count / kStages) & 1);
     if (kType == CacheType::kSame && tile0 + kTile > item.end) {
       // What lies behind the sequence may be anything: zeros, since 0 times NaN is NaN.
       const int from = item.end - tile0;
@@ -237,21 +289,31 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, const Cut& c
       ptx::fence_async();
       ptx::bar_sync(1, 128);
     }
-    float acc[16];
-    const uint32_t tile_address = ptx::shared_address(tile);
+    // Several sums, so that products need not wait for one another.
+    float acc[16], others[kChains - 1][16];
+    const uint64_t tile_operand = ptx::descriptor(uniform(ptx::shared_address(tile)));
     ptx::wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (kLatent + kRotary) / 64; ++c) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        ptx::wgmma_n32<0, 0>(acc, ptx::descriptor(tile_address + c * kBlock + j * 32),
-                             ptx::descriptor(q_address + c * kQueryBlock + j * 32), c + j > 0, T{});
+        ptx::wgmma_n32<0, 0>(j % kChains == 0 ? acc : others[j % kChains - 1],
+                             tile_operand + (c * kBlock + j * 32) / 16, q_operand + (c * kQueryBlock + j * 32) / 16,
+                             c * 4 + j >= kChains, T{});
       }
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::keep(acc);
+#pragma unroll
+    for (int j = 0; j < kChains - 1; ++j) ptx::keep(others[j]);
+#pragma unroll
+    for (int j = 0; j < kChains - 1; ++j) {
+#pragma unroll
+      for (int x = 0; x < 16; ++x) acc[x] += others[j][x];
+    }
 
+    if (i == item.tiles - 1 && lane == 0) ptx::mbar_arrive(&small->q_empty);
     // acc[4 j + 2 i + e]: key warp * 16 + g + 8 i, column 8 j + 2 t + e.
     float here[8];
 #pragma unroll
@@ -260,10 +322,10 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, const Cut& c
     for (int x = 0; x < 16; ++x) {
       const int c = x / 4 * 2 + x % 2, key = tile0 + warp * 16 + g + (x & 2) * 4;
       float score = acc[x] * factor;
-      const bool seen = key < high[c] && key >= low[c];
-      if (p.mask_type != MaskType::kNone && seen) {
-        const int row = first_row + x / 4 * 8 + 2 * t + x % 2;
-        const float mask = mask_value<T>(p, b, row % p.num_heads, row / p.num_heads, cut.base + key);
+      const bool seen = key < high[c] && key >= high[c] - reach;
+      if (kMask && seen) {
+        const int64_t mask_at = small->mask_row[x / 4 * 8 + 2 * t + x % 2] + key * p.mask_strides[3];
+        const float mask = mask_value<T>(p, mask_at);
         score += kLog2e * mask;
         if (mask != -INFINITY) score = fmaxf(score, -3.0e38f);  // a lowest finite number does not mask out
       }
@@ -283,6 +345,7 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, const Cut& c
       }
     }
     ptx::bar_sync(1, 128);
+    join_sum();
     float scale_by[8];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -313,7 +376,7 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, const Cut& c
       acc[x] = ptx::exp2(acc[x] - here[c]);
       sum[c] += acc[x];
     }
-    if (i >= 2) ptx::mbar_wait(&small->weights_empty[buffer], (i / 2 - 1) & 1);
+    if (count >= 2) ptx::mbar_wait(&small->weights_empty[buffer], (count / 2 - 1) & 1);
     const uint32_t to = ptx::shared_address(weights + buffer * kWeightBytes) + lane * 128;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -343,30 +406,29 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, const Cut& c
           *reinterpret_cast<float2*>(&small->sums[buffer][warp][j * 8 + 2 * t]) =
               make_float2(sum[2 * j], sum[2 * j + 1]);
           if (warp == 0) {
-            *reinterpret_cast<float2*>(&small->leaf_largest[buffer][j * 8 + 2 * t]) =
-                make_float2(top[2 * j], top[2 * j + 1]);
+            *reinterpret_cast<float2*>(&small->leaf_largest[j * 8 + 2 * t]) = make_float2(top[2 * j], top[2 * j + 1]);
           }
         }
       }
-      ptx::bar_sync(1, 128);
-      if (warp == 0) {
-        float leaf_sum = small->sums[buffer][0][lane];
-#pragma unroll
-        for (int w = 1; w < 4; ++w) leaf_sum += small->sums[buffer][w][lane];
-        const float leaf_top = small->leaf_largest[buffer][lane];
-        const float both = fmaxf(total_top, leaf_top);  // the first time: 0 of nothing and all of the leaf
-        const float keep = first_leaf ? 0.0f : ratio(total_top, both), add = ratio(leaf_top, both);
-        total_sum = __fmaf_rn(leaf_sum, add, __fmul_rn(total_sum, keep));
+      if (warp == 0) {  // lane: the query row
+        __syncwarp();
+        const float leaf_top = small->leaf_largest[lane], both = fmaxf(total_top, leaf_top);
+        keep = first_leaf ? 0.0f : ratio(total_top, both);  // the first time: 0 of nothing and all of the leaf
+        add = ratio(leaf_top, both);
         total_top = both;
         small->keep[buffer][lane] = keep;
         small->add[buffer][lane] = add;
       }
       first_leaf = false;
+      summed = buffer;
     }
     ptx::fence_async();
     ptx::mbar_arrive(&small->weights_full[buffer]);
   }
+  ptx::bar_sync(1, 128);
+  join_sum();
   if (warp == 0) {
+    float* stats = k.a.stats + item.at * 2 * kRows;
     stats[lane] = total_top;
     stats[kRows + lane] = total_sum;
   }
@@ -375,15 +437,15 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, const Cut& c
 // -- the weighted sum
 // ---------------------------------------------------------------------------------------------------
 template <typename T>
-__device__ void weighted_sum(const Item& item, float* partial, unsigned char* tiles, unsigned char* weights,
-                             Small* small) {
+__device__ void weighted_sum(const DecodeKernelArgs& k, const Item& item, int& count, unsigned char* tiles,
+                             unsigned char* weights, Small* small) {
   const int half = threadIdx.x / 128 - 1;  // of the channels
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, t = lane % 4;
   float leaf[4][16], total[4][16] = {};
   int in_leaf = 0;
-  for (int i = 0; i < item.tiles; ++i) {
-    const int stage = i % kStages, buffer = i & 1;
-    ptx::mbar_wait(&small->weights_full[buffer], (i / 2) & 1);
+  for (int i = 0; i < item.tiles; ++i, ++count) {
+    const int stage = count % kStages, buffer = count & 1;
+    ptx::mbar_wait(&small->weights_full[buffer], (count / 2) & 1);
     if (in_leaf > 0) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -394,17 +456,16 @@ __device__ void weighted_sum(const Item& item, float* partial, unsigned char* ti
         }
       }
     }
-    const uint32_t tile = ptx::shared_address(tiles + stage * kTileBytes) + half * 4 * kBlock;
-    const uint32_t w = ptx::shared_address(weights + buffer * kWeightBytes);
+    const uint64_t tile = ptx::descriptor(uniform(ptx::shared_address(tiles + stage * kTileBytes) + half * 4 * kBlock));
+    const uint64_t w = ptx::descriptor(uniform(ptx::shared_address(weights + buffer * kWeightBytes)));
 #pragma unroll
     for (int m = 0; m < 4; ++m) ptx::keep(leaf[m]);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
+    for (int j = 0; j < kTile / 16; ++j) {
 #pragma unroll
-      for (int j = 0; j < kTile / 16; ++j) {
-        ptx::wgmma_n32<1, 0>(leaf[m], ptx::descriptor(tile + m * kBlock + j * 2048), ptx::descriptor(w + j * 32),
-                             in_leaf + j > 0, T{});
+      for (int m = 0; m < 4; ++m) {
+        ptx::wgmma_n32<1, 0>(leaf[m], tile + (m * kBlock + j * 2048) / 16, w + j * 2, in_leaf + j > 0, T{});
       }
     }
     ptx::wgmma_commit();
@@ -432,13 +493,14 @@ __device__ void weighted_sum(const Item& item, float* partial, unsigned char* ti
     __syncwarp();
     if (lane == 0) ptx::mbar_arrive(&small->weights_empty[buffer]);
   }
+  // In the order of these registers: whole lines are written.
+  float4* out = reinterpret_cast<float4*>(k.a.partial) + item.at * (kLatent * kRows / 4) + lane;
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    float* out = partial + ((half * 4 + m) * 64 + warp * 16 + g) * kRows + 2 * t;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      *reinterpret_cast<float2*>(out + j * 8) = make_float2(total[m][4 * j], total[m][4 * j + 1]);
-      *reinterpret_cast<float2*>(out + 8 * kRows + j * 8) = make_float2(total[m][4 * j + 2], total[m][4 * j + 3]);
+      out[(((half * 4 + m) * 4 + warp) * 4 + j) * 32] =
+          make_float4(total[m][4 * j], total[m][4 * j + 1], total[m][4 * j + 2], total[m][4 * j + 3]);
     }
   }
 }
@@ -446,10 +508,10 @@ __device__ void weighted_sum(const Item& item, float* partial, unsigned char* ti
 }  // namespace decode
 #endif  // MLA_SM90A
 
-template <typename T, CacheType kType>
+template <typename T, CacheType kType, bool kMask>
 __global__ void __launch_bounds__(decode::kThreads, 1)
     decode_kernel(const __grid_constant__ CUtensorMap latent_map, const __grid_constant__ CUtensorMap rope_map,
-                  const __grid_constant__ DecodeKernelArgs k) {
+                  const __grid_constant__ CUtensorMap q_map, const __grid_constant__ DecodeKernelArgs k) {
 #ifdef MLA_SM90A
   using namespace decode;
   extern __shared__ unsigned char unaligned[];
@@ -458,25 +520,6 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   unsigned char* weights = q + kQueryBytes;
   Small* small = reinterpret_cast<Small*>(weights + 2 * kWeightBytes);
   unsigned char* raw = reinterpret_cast<unsigned char*>(small + 1);
-
-  const Params& p = k.a.p;
-  const int64_t b = blockIdx.y;
-  const int row_block = blockIdx.x % k.row_blocks, index = blockIdx.x / k.row_blocks;
-  const Cut cut = Cut::of(k.a.lengths.total(b), p.seq_len, p.window);
-  const int parts = k.a.by_section ? cut.sections : cut.leaves;
-  const int span = k.a.by_section ? cut.leaf * cut.leaves_per_section : cut.leaf;
-  if (index >= parts) {
-    ptx::launch_dependents();
-    ptx::wait_prior_grid();
-    return;
-  }
-  Item item;
-  item.begin = index * span;
-  const int n = static_cast<int>(cut.end - cut.base);
-  item.end = item.begin + span < n ? item.begin + span : n;
-  item.tiles = (item.end - item.begin + kTile - 1) / kTile;
-  item.leaf_tiles = cut.leaf / kTile;
-  const int64_t at = (b * k.row_blocks + row_block) * k.a.items + index;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -487,7 +530,10 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
       ptx::mbar_init(&small->weights_full[i], 128);
       ptx::mbar_init(&small->weights_empty[i], 8);
     }
+    ptx::mbar_init(&small->q_full, 1);
+    ptx::mbar_init(&small->q_empty, 4);
     ptx::mbar_init_fence();
+    ptx::prefetch_map(&q_map);
     ptx::prefetch_map(&latent_map);
     ptx::prefetch_map(&rope_map);
   }
@@ -495,16 +541,31 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   ptx::launch_dependents();
   ptx::wait_prior_grid();
 
-  const int group = threadIdx.x / 128;
+  // Items are dealt round; tiles of the next are fetched while this one's sums are written.
+  const int group = threadIdx.x / 128, all = k.a.parts->b * k.row_blocks;
+  int count = 0, turn = 0;  // tiles and items so far
   if (group == 0) {
-    ptx::set_registers_less<kRegistersFew>();
-    scores<T, kType>(k, item, cut, b, row_block * kRows, k.a.stats + at * 2 * kRows, tiles, q, weights, small);
+    ptx::set_registers_more<kScoreRegisters>();
+    for_each_item(k, all,
+                  [&](const Item& item) { scores<T, kType, kMask>(k, item, turn++, count, tiles, q, weights, small); });
   } else if (group == 3) {
-    ptx::set_registers_less<kRegistersFew>();
-    fetch<T, kType>(k, &latent_map, &rope_map, item, cut.base, b, tiles, raw, small);
+    ptx::set_registers_less<kFetchRegisters>();
+    if (kType == CacheType::kSame && threadIdx.x % 128 != 0) return;
+    for_each_item(k, all, [&](const Item& item) {
+      // The first queries come before the first tile; later ones wait for the last products of the item before.
+      fetch<T, kType>(
+          k, &latent_map, &rope_map, item, count, tiles, raw, small,
+          [&] {
+            if (turn == 0) fetch_queries(k, &q_map, item, turn, q, small);
+          },
+          [&] {
+            if (turn > 0) fetch_queries(k, &q_map, item, turn, q, small);
+            ++turn;
+          });
+    });
   } else {
-    ptx::set_registers_more<kRegistersMany>();
-    weighted_sum<T>(item, k.a.partial + at * kLatent * kRows, tiles, weights, small);
+    ptx::set_registers_more<kSumRegisters>();
+    for_each_item(k, all, [&](const Item& item) { weighted_sum<T>(k, item, count, tiles, weights, small); });
   }
 #endif
 }

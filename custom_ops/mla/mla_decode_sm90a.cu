@@ -1,101 +1,10 @@
-// Launch of decode's two kernels, and the second of them: leaves and sections of a sequence are joined in an order that
-// only its length decides.
+// Launch of decode's two kernels.
+#include "mla_combine.cuh"
 #include "mla_decode.cuh"
 #include "mla_maps.h"
 
 namespace deltafuse::mla {
 namespace {
-
-constexpr int kChannels = 4, kLanes = 4;  // channels a block makes at a time; sections are dealt to so many sums
-constexpr int kCombineThreads = 32 * kChannels * kLanes;
-
-struct CombineArgs {
-  DecodeArgs a;
-  int row_blocks = 0;
-  int channels = 0;  // of a block
-};
-
-template <typename T>
-__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs k) {
-  extern __shared__ float shared[];
-  constexpr int kRows = kDecodeRows;
-  const DecodeArgs& a = k.a;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel = warp % kChannels, part = warp / kChannels;
-  const int64_t b = blockIdx.z;
-  const int row_block = blockIdx.y, first_channel = blockIdx.x * k.channels;
-  ptx::launch_dependents();
-  ptx::wait_prior_grid();
-  const Cut cut = Cut::of(a.lengths.total(b), a.p.seq_len, a.p.window);
-  const int items = a.by_section ? cut.sections : cut.leaves;
-  const int per_section = a.by_section ? 1 : cut.leaves_per_section;
-  const int64_t at = (b * k.row_blocks + row_block) * a.items;
-  float* pair = shared;                                     // [items][2][32]: maximum and sum, then keep and add
-  float* top = pair + a.items * 2 * kRows;                  // [sections][32], then the section's factor
-  float* sum = top + a.items * kRows;                       // [sections][32]
-  float* joined = sum + a.items * kRows;                    // [kLanes][kChannels * 32]
-  T* out = reinterpret_cast<T*>(joined + kCombineThreads);  // [32][channels]
-  const float* stats = a.stats + at * 2 * kRows;
-  for (int i = threadIdx.x; i < items * 2 * kRows; i += kCombineThreads) pair[i] = stats[i];
-  __syncthreads();
-  for (int section = warp; section < cut.sections; section += kCombineThreads / 32) {
-    const int from = section * per_section, to = from + per_section < items ? from + per_section : items;
-    float total_top = pair[from * 2 * kRows + lane], total_sum = pair[(from * 2 + 1) * kRows + lane];
-    for (int i = from + 1; i < to; ++i) {
-      const float leaf_top = pair[i * 2 * kRows + lane], leaf_sum = pair[(i * 2 + 1) * kRows + lane];
-      const float both = fmaxf(total_top, leaf_top), keep = ratio(total_top, both), add = ratio(leaf_top, both);
-      total_sum = __fmaf_rn(leaf_sum, add, __fmul_rn(total_sum, keep));
-      total_top = both;
-      pair[i * 2 * kRows + lane] = keep;
-      pair[(i * 2 + 1) * kRows + lane] = add;
-    }
-    top[section * kRows + lane] = total_top;
-    sum[section * kRows + lane] = total_sum;
-  }
-  __syncthreads();
-  float largest = -INFINITY, denominator = 0.0f;
-#pragma unroll 8
-  for (int s = 0; s < cut.sections; ++s) largest = fmaxf(largest, top[s * kRows + lane]);
-#pragma unroll 8
-  for (int s = 0; s < cut.sections; ++s) {
-    denominator = __fmaf_rn(sum[s * kRows + lane], ratio(top[s * kRows + lane], largest), denominator);
-  }
-  const float inverse = denominator > 0.0f ? 1.0f / denominator : 0.0f;
-  const float* partial = a.partial + at * kLatent * kRows + lane;
-  for (int c0 = 0; c0 < k.channels; c0 += kChannels) {
-    const int c = first_channel + c0 + channel;
-    float mine = 0.0f;
-    for (int section = part; section < cut.sections; section += kLanes) {
-      const int from = section * per_section, to = from + per_section < items ? from + per_section : items;
-      const float* x = partial + (int64_t(from) * kLatent + c) * kRows;
-      float total = *x + 0.0f;  // as decode_kernel's first leaf, zeros' signs included
-#pragma unroll 8
-      for (int i = from + 1; i < to; ++i) {
-        x += kLatent * kRows;
-        total = __fmaf_rn(*x, pair[(i * 2 + 1) * kRows + lane], __fmul_rn(total, pair[i * 2 * kRows + lane]));
-      }
-      mine = __fmaf_rn(total, ratio(top[section * kRows + lane], largest), mine);
-    }
-    joined[threadIdx.x] = mine;
-    __syncthreads();
-    if (part == 0) {
-      float x = mine;
-#pragma unroll
-      for (int i = 1; i < kLanes; ++i) x += joined[i * 32 * kChannels + threadIdx.x];
-      x *= inverse;
-      if (a.cache.type == CacheType::kInt8) x *= a.cache.scale[c];
-      out[lane * k.channels + c0 + channel] = from_float<T>(x);
-    }
-    __syncthreads();
-  }
-  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads, pairs = k.channels / 2;
-  for (int i = threadIdx.x; i < kRows * pairs; i += kCombineThreads) {
-    const int row = row_block * kRows + i / pairs;
-    if (row >= rows) break;
-    uint32_t* to =
-        reinterpret_cast<uint32_t*>(static_cast<T*>(a.o_latent) + (b * rows + row) * kLatent + first_channel);
-    to[i % pairs] = *reinterpret_cast<const uint32_t*>(out + i / pairs * k.channels + i % pairs * 2);
-  }
-}
 
 // In a library that was not compiled for sm_90a the kernel is empty and asks for no shared memory of its own.
 __global__ void probe_kernel(int* out) {
@@ -109,7 +18,7 @@ __global__ void probe_kernel(int* out) {
 
 int row_blocks(const Params& p) { return static_cast<int>((p.seq_len * p.num_heads + kDecodeRows - 1) / kDecodeRows); }
 
-template <typename T, CacheType kType>
+template <typename T, CacheType kType, bool kMask>
 cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   DecodeKernelArgs k;
   k.a = a;
@@ -117,10 +26,11 @@ cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   const View& v = a.cache;
   const int64_t rows = v.block_table ? v.num_blocks * v.block_size : a.p.batch * v.batch_rows;
   k.box_rows = v.block_table && v.block_size < 64 ? static_cast<int>(v.block_size) : 64;
+  k.once = rows * (v.latent_row + v.rope_row) * int64_t(sizeof(T)) > (int64_t(24) << 20);
   const bool packed = kType == CacheType::kSame &&
                       static_cast<const T*>(v.rope) == static_cast<const T*>(v.latent) + kLatent &&
                       v.rope_row == v.latent_row;
-  CUtensorMap rope_map, latent_map;
+  CUtensorMap rope_map, latent_map, q_map;
   const uint32_t box[2] = {64, static_cast<uint32_t>(k.box_rows)};
   const uint64_t latent_sizes[2] = {uint64_t(packed ? kLatent + kRotary : kLatent), uint64_t(rows)};
   const uint64_t rope_sizes[2] = {uint64_t(kRotary), uint64_t(rows)};
@@ -133,11 +43,20 @@ cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
   }
   const int bytes = decode::kSharedBytes + (kType == CacheType::kSame ? 0 : decode::kRawBytes);
-  const auto kernel = decode_kernel<T, kType>;
+  const uint64_t q_sizes[2] = {kLatent + kRotary, uint64_t(a.p.batch * a.p.seq_len * a.p.num_heads)};
+  const uint64_t q_stride = (kLatent + kRotary) * sizeof(T);
+  const uint32_t q_box[2] = {64, kDecodeRows};
+  status = make_map(&q_map, a.p.dtype, 2, a.q, q_sizes, &q_stride, q_box);
+  if (status != cudaSuccess) return status;
+  const auto kernel = decode_kernel<T, kType, kMask>;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(k.row_blocks * a.items, static_cast<unsigned>(a.p.batch));
+  DeviceInfo device;
+  status = device_info(&device);
+  if (status != cudaSuccess) return status;
+  const int64_t work = a.p.batch * a.items * k.row_blocks;
+  config.gridDim = dim3(static_cast<unsigned>(work < device.multiprocessors ? work : device.multiprocessors));
   config.blockDim = dim3(decode::kThreads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
@@ -146,33 +65,38 @@ cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  status = cudaLaunchKernelEx(&config, kernel, latent_map, rope_map, k);
+  status = cudaLaunchKernelEx(&config, kernel, latent_map, rope_map, q_map, k);
   if (status != cudaSuccess) return status;
 
   CombineArgs c;
   c.a = a;
   c.row_blocks = k.row_blocks;
-  c.channels = kChannels;
-  while (c.channels < 128 && int64_t(kLatent / c.channels) * k.row_blocks * a.p.batch > 256) c.channels *= 2;
-  const int combine_bytes = 4 * (a.items * 4 * kDecodeRows + kCombineThreads) + 2 * kDecodeRows * c.channels;
-  const auto combine = combine_kernel<T>;
+  const int combine_bytes = a.by_section ? combine::section_bytes(a.items) : combine::leaf_bytes(a.items);
+  const auto combine = a.by_section ? combine_sections_kernel<T> : combine_leaves_kernel<T>;
   status = cudaFuncSetAttribute(combine, cudaFuncAttributeMaxDynamicSharedMemorySize, combine_bytes);
   if (status != cudaSuccess) return status;
-  config.gridDim = dim3(kLatent / c.channels, k.row_blocks, static_cast<unsigned>(a.p.batch));
-  config.blockDim = dim3(kCombineThreads);
+  config.gridDim =
+      dim3(combine::kSlotRows / (a.by_section ? combine::kWarps : 1), k.row_blocks, static_cast<unsigned>(a.p.batch));
+  config.blockDim = dim3(combine::kThreads);
   config.dynamicSmemBytes = combine_bytes;
   return cudaLaunchKernelEx(&config, combine, c);
+}
+
+template <typename T, CacheType kType>
+cudaError_t launch_mask(const DecodeArgs& a, cudaStream_t stream) {
+  return a.p.mask_type == MaskType::kNone ? launch_for<T, kType, false>(a, stream)
+                                          : launch_for<T, kType, true>(a, stream);
 }
 
 template <typename T>
 cudaError_t launch_type(const DecodeArgs& a, cudaStream_t stream) {
   switch (a.cache.type) {
     case CacheType::kInt8:
-      return launch_for<T, CacheType::kInt8>(a, stream);
+      return launch_mask<T, CacheType::kInt8>(a, stream);
     case CacheType::kFloat8:
-      return launch_for<T, CacheType::kFloat8>(a, stream);
+      return launch_mask<T, CacheType::kFloat8>(a, stream);
     default:
-      return launch_for<T, CacheType::kSame>(a, stream);
+      return launch_mask<T, CacheType::kSame>(a, stream);
   }
 }
 
@@ -188,12 +112,13 @@ cudaError_t has_sm90a(bool* yes) {
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   DecodePlan plan;
   const int64_t rows = row_blocks(p) * p.batch;
+  // Sections as soon as they occupy most of the GPU in full sequences: fewer sums travel.
   const int sections = Cut::max_sections(capacity), leaves = Cut::max_leaves(capacity);
-  // Sections as soon as they occupy most of the GPU: fewer sums travel.
-  plan.by_section = rows * sections * 4 >= int64_t(multiprocessors) * 3 || sections == leaves;
+  plan.by_section = rows * Cut::of(capacity, p.seq_len, p.window).sections * 4 >= int64_t(multiprocessors) * 3;
   plan.items = plan.by_section ? sections : leaves;
   plan.partial_bytes = rows * plan.items * int64_t(kLatent) * kDecodeRows * 4;
   plan.stats_bytes = rows * plan.items * int64_t(2) * kDecodeRows * 4;
+  plan.parts_bytes = (p.batch * plan.items + 1) * int64_t(sizeof(Part));
   return plan;
 }
 
@@ -212,7 +137,7 @@ const char* decode_refusal(const Params& p, const View& v) {
   } else if (p.batch * v.batch_rows >= (int64_t(1) << 31)) {
     return "a cache of 2^31 tokens";
   }
-  if (p.batch > 65535) return "a batch above 65535";
+  if (p.batch > 4096) return "a batch above 4096";
   return nullptr;
 }
 

@@ -66,8 +66,7 @@ __device__ __forceinline__ void report(const Params& p, Fault fault) {
 
 // What is added to a score (negative infinity where it is masked out).
 template <typename T>
-__device__ __forceinline__ float mask_value(const Params& p, int64_t b, int64_t h, int64_t s, int64_t t) {
-  const int64_t i = b * p.mask_strides[0] + h * p.mask_strides[1] + s * p.mask_strides[2] + t * p.mask_strides[3];
+__device__ __forceinline__ float mask_value(const Params& p, int64_t i) {
   switch (p.mask_type) {
     case MaskType::kT:
       return to_float(static_cast<const T*>(p.attn_mask)[i]);
@@ -78,6 +77,12 @@ __device__ __forceinline__ float mask_value(const Params& p, int64_t b, int64_t 
     default:
       return 0.0f;
   }
+}
+
+template <typename T>
+__device__ __forceinline__ float mask_value(const Params& p, int64_t b, int64_t h, int64_t s, int64_t t) {
+  return mask_value<T>(p,
+                       b * p.mask_strides[0] + h * p.mask_strides[1] + s * p.mask_strides[2] + t * p.mask_strides[3]);
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }

@@ -59,10 +59,10 @@ struct View {
   // The token's place in the buffers, or -1 where its block id makes no sense.
   MLA_BOTH int64_t row(int64_t b, int64_t t) const {
     if (!block_table) return b * batch_rows + t;
-    const int64_t slot = t / block_size;
+    const uint32_t size = static_cast<uint32_t>(block_size), slot = static_cast<uint32_t>(t) / size;
     if (slot >= max_blocks) return -1;
     const int64_t id = block_table[b * max_blocks + slot];
-    return id < 0 || id >= num_blocks ? -1 : id * block_size + t % block_size;
+    return id < 0 || id >= num_blocks ? -1 : id * size + static_cast<uint32_t>(t) % size;
   }
 };
 
@@ -83,11 +83,10 @@ struct Cut {
       const int64_t first = total - seq_len - window + 1;
       c.base = first > 0 ? first / kTile * kTile : 0;
     }
-    const int64_t n = c.end - c.base;
-    const int64_t share = (n + kMaxLeaves - 1) / kMaxLeaves;
-    c.leaf = static_cast<int>((share + kTile - 1) / kTile * kTile);
+    const int n = static_cast<int>(c.end - c.base), share = (n + kMaxLeaves - 1) / kMaxLeaves;
+    c.leaf = (share + kTile - 1) / kTile * kTile;
     if (c.leaf < kTile) c.leaf = kTile;
-    c.leaves = static_cast<int>((n + c.leaf - 1) / c.leaf);
+    c.leaves = (n + c.leaf - 1) / c.leaf;
     c.leaves_per_section = c.leaf < kSection ? kSection / c.leaf : 1;
     c.sections = (c.leaves + c.leaves_per_section - 1) / c.leaves_per_section;
     return c;
@@ -102,6 +101,17 @@ struct Cut {
     const int leaves = max_leaves(capacity);
     return n < leaves ? static_cast<int>(n) : leaves;
   }
+};
+// One leaf or section of a sequence, as decode_kernel takes it: tokens [begin, end) counted from `base`.
+struct alignas(16) Part {
+  int32_t b, index, base, last, begin, end, leaf_tiles, unused;
+};
+// The parts of all sequences, the first word their number (in a Part's place).
+struct PartsArgs {
+  Lengths lengths;
+  int64_t batch = 0, window = 0;
+  int32_t by_section = 0;
+  Part* parts = nullptr;  // parts[0].b: how many follow
 };
 constexpr int kDecodeRows = 32;  // query rows (token and head) of one block
 constexpr int kLatent = 512, kRotary = 64;
@@ -127,6 +137,7 @@ struct AbsorbArgs {
   const float* channel_scale = nullptr;  // int8 caches: [R], multiplied in
   void* out = nullptr;
   int32_t out_float32 = 0;  // else T
+  PartsArgs parts;          // made on the way, where asked for
 };
 cudaError_t launch_absorb(const AbsorbArgs& args, bool pdl, cudaStream_t stream);
 // o_latent W_uv and the gate, into p.o.
@@ -194,16 +205,17 @@ struct DecodeArgs {
   Params p;
   Lengths lengths;
   View cache;
-  const void* q = nullptr;   // T [B * S * H, 576]
-  float* partial = nullptr;  // [B, row blocks, items, 512, 32]
-  float* stats = nullptr;    // [B, row blocks, items, 2, 32]: maximum (base 2), sum
-  void* o_latent = nullptr;  // T [B * S * H, 512]
-  int items = 0;             // blocks a sequence gets
-  int by_section = 0;        // a block makes a section, else a leaf
+  const void* q = nullptr;      // T [B * S * H, 576]
+  float* partial = nullptr;     // [B, row blocks, items, 512, 32]
+  float* stats = nullptr;       // [B, row blocks, items, 2, 32]: maximum (base 2), sum
+  void* o_latent = nullptr;     // T [B * S * H, 512]
+  const Part* parts = nullptr;  // PartsArgs
+  int items = 0;                // a sequence's parts at most
+  int by_section = 0;           // a block makes a section, else a leaf
 };
 struct DecodePlan {
   int items = 0, by_section = 0;
-  int64_t partial_bytes = 0, stats_bytes = 0;
+  int64_t partial_bytes = 0, stats_bytes = 0, parts_bytes = 0;
 };
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // Null, or why the tiles cannot be fetched.

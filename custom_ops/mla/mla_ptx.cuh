@@ -93,6 +93,26 @@ __device__ __forceinline__ void tma_load(void* shared, const void* map, uint64_t
       "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1)
       : "memory");
 }
+// What the L2 cache does with what is fetched: it goes first when room is wanted, or as anything else.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t evict_normal() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void tma_load(void* shared, const void* map, uint64_t* bar, int c0, int c1,
+                                         uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4}], "
+      "[%2], %5;\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void tma_load(void* shared, const void* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "

@@ -1,5 +1,6 @@
 // The pass over new tokens: the latent's norm, rotation of keys and queries, the cache's new entries, and what only the
-// device can see of wrong values. One block a token. Also the copy of a paged or 8-bit cache into plain rows.
+// device can see of wrong values. Two blocks a token, one for the cache and one for the queries. Also the copy of a
+// paged or 8-bit cache into plain rows.
 #include "mla_device.cuh"
 
 namespace deltafuse::mla {
@@ -16,11 +17,15 @@ __device__ float block_sum(float x, float* shared) {
   return x;
 }
 
+__device__ int64_t table_row_of(const Params& p, int64_t b, int64_t s) {
+  return p.position_ids ? p.position_ids[b * p.position_batch_stride + s] : b * p.cos_batch_stride + s;
+}
+
 // Are the values fit to be used? All threads get the same answer.
 __device__ bool check(const TokenArgs& a, int64_t b, int64_t s, int64_t* table_row) {
   const Params& p = a.p;
   Fault fault = Fault::kNone;
-  *table_row = p.position_ids ? p.position_ids[b * p.position_batch_stride + s] : b * p.cos_batch_stride + s;
+  *table_row = table_row_of(p, b, s);
   if (p.position_ids && (*table_row < 0 || *table_row >= p.cos_rows)) fault = Fault::kPosition;
   const int64_t past = a.lengths.given(b);
   if (!a.lengths.valid(past)) {
@@ -86,24 +91,28 @@ __global__ void __launch_bounds__(kThreads) tokens_kernel(const TokenArgs a) {
   const int width = p.kv_lora_rank, rotary = p.qk_rope_head_dim, heads = p.num_heads;
   const int head_dim = p.qk_nope_head_dim + rotary;
   int64_t table_row = 0;
-  const bool fit = check(a, b, s, &table_row);
+  const bool fit = blockIdx.y > 0 || check(a, b, s, &table_row);
+  if (blockIdx.y > 0 && p.rope != Rope::kNone) table_row = table_row_of(p, b, s);
   if (p.position_ids && (table_row < 0 || table_row >= p.cos_rows)) table_row = 0;
-  const int64_t row = a.by_token ? token : a.cache.row(b, a.lengths.before(b) + s);
-  const T* latent = static_cast<const T*>(p.latent) + token * p.latent_row_stride;
-  const T* k_rope = p.k_rope ? static_cast<const T*>(p.k_rope) + token * p.k_rope_row_stride : latent + width;
-  if (fit && row >= 0) {
-    write_latent(a, latent, row, shared);
-    T* out = static_cast<T*>(a.cache.rope) + row * a.cache.rope_row;
-    if (p.rope == Rope::kNone) {
-      for (int c = threadIdx.x; c < rotary; c += kThreads) out[c] = k_rope[c];
-    } else {
-      for (int j = threadIdx.x; j < rotary / 2; j += kThreads) {
-        const Pair r = pair_of<T>(p, table_row, j);
-        const float x = to_float(k_rope[r.i0]), y = to_float(k_rope[r.i1]);
-        out[r.o0] = from_float<T>(x * r.c0 - y * r.s0);
-        out[r.o1] = from_float<T>(y * r.c1 + x * r.s1);
+  if (blockIdx.y == 0) {
+    const int64_t row = a.by_token ? token : a.cache.row(b, a.lengths.before(b) + s);
+    const T* latent = static_cast<const T*>(p.latent) + token * p.latent_row_stride;
+    const T* k_rope = p.k_rope ? static_cast<const T*>(p.k_rope) + token * p.k_rope_row_stride : latent + width;
+    if (fit && row >= 0) {
+      write_latent(a, latent, row, shared);
+      T* out = static_cast<T*>(a.cache.rope) + row * a.cache.rope_row;
+      if (p.rope == Rope::kNone) {
+        for (int c = threadIdx.x; c < rotary; c += kThreads) out[c] = k_rope[c];
+      } else {
+        for (int j = threadIdx.x; j < rotary / 2; j += kThreads) {
+          const Pair r = pair_of<T>(p, table_row, j);
+          const float x = to_float(k_rope[r.i0]), y = to_float(k_rope[r.i1]);
+          out[r.o0] = from_float<T>(x * r.c0 - y * r.s0);
+          out[r.o1] = from_float<T>(y * r.c1 + x * r.s1);
+        }
       }
     }
+    return;
   }
   const float factor = p.q_scale ? p.q_scale[b * p.q_scale_batch_stride + s] : 1.0f;
   const T* q = static_cast<const T*>(p.q) + token * heads * head_dim;
@@ -162,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) flatten_kernel(const FlattenArgs a) 
 cudaError_t launch_tokens(const TokenArgs& a, cudaStream_t stream) {
   const int64_t tokens = a.p.batch * a.p.seq_len;
   if (tokens == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>(tokens));
+  const dim3 grid(static_cast<unsigned>(tokens), 2);
   switch (a.p.dtype) {
     case DType::kFloat32:
       tokens_kernel<float><<<grid, kThreads, 0, stream>>>(a);
