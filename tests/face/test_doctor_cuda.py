@@ -181,9 +181,9 @@ def test_the_readme_has_the_messages() -> None:
     """Each message in the README's table is one that the doctor's tests have produced, but for what varies."""
     if len(SEEN) < 40:
         pytest.skip("needs the messages of the other tests of the doctor")
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "plugin/deltafuse/README.md").read_text(encoding="utf-8")
     table = readme[readme.index("`deltafuse doctor` (`--json`") :]
-    rows = [line.split("|")[1] for line in table[: table.index("\n## ")].splitlines() if line.startswith("| `")]
+    rows = [line.split("|")[1] for line in (table + "\n## ").split("\n## ")[0].splitlines() if line.startswith("| `")]
     messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
     assert len(messages) >= 22
     for message in messages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 from deltafuse.registry import targets
@@ -34,3 +35,13 @@ def test_can_run(op: str, target: str, version: str, code: str | None) -> None:
     refusal = targets.refusal(op, target, version)
     assert (refusal and refusal.code) == code
     assert targets.can_run(op, target, version) is (code is None)
+
+
+def test_the_readme_is_up_to_date() -> None:
+    from deltafuse.registry import table
+
+    readme = Path(__file__).resolve().parents[2] / "registry" / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    assert table.updated(text) == text, "run python -m deltafuse.registry.table registry/README.md"
+    with pytest.raises(ValueError, match="generated"):
+        table.updated("nothing")
