@@ -55,11 +55,14 @@ class FusedOp(ABC):
 
     Attributes:
         key: the op's key in ``registry/ops.py``; reports and ``--require`` count by it.
+        explains_positions: a candidate's explained nodes are in closed form at every length: bounds on positions that
+            they name need no probe.
         scaled_output: the output that a screened core may give as a multiple of the op's, or "" where none is measured.
     """
 
     key: str = ""
     scaled_output: str = ""
+    explains_positions: bool = False
 
     # --- the call ---------------------------------------------------------------------------------------------------
 

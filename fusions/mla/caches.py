@@ -10,10 +10,11 @@ from ...custom_ops.common.refusal import Refusal
 from ..candidate import Operand, Piece, Result
 from ..graph import GraphView, rank_of, static_dims
 from .core import Core
+from .elements import Unknown
 from .flow import Flow, Join
 from .linear import Lin, Look, axis, of_dim
 from .parts import Latent
-from .symbolic import Symbolic, Unknown
+from .symbolic import Symbolic
 
 
 @dataclass

@@ -11,7 +11,7 @@ Arrays = dict[str, np.ndarray]
 
 #: What is drawn: "tiny-latent" brings the norm's epsilon to light, "large-scores" lets the softmax pick one key,
 #: "equal-scores" makes all keys count the same, "wide" draws over many orders of magnitude, "extreme-last" lets the
-#: last token be anything, "padded" has rows of zeros at the end.
+#: last token be anything, "padded" has rows of zeros at the end, "masked-rows" leaves some queries without a key.
 HOSTILE = (
     "normal",
     "tiny-latent",
@@ -21,6 +21,7 @@ HOSTILE = (
     "extreme-last",
     "padded",
     "gate-extreme",
+    "masked-rows",
 )
 
 
@@ -87,7 +88,7 @@ def _cache(config: MlaConfig, found: Arrays, batch: int, past: int, rng: np.rand
 
 
 def _mask(candidate: Candidate, batch: int, tokens: int, keys: int, rng: np.random.Generator, case: str) -> np.ndarray:
-    """Any mask that leaves every query a key."""
+    """Any mask; but for "masked-rows" it leaves every query a key."""
     config = candidate.config
     piece = candidate.operands["attn_mask"].pieces[0]
     rows = batch if "batch" in piece.axes else 1
@@ -103,6 +104,14 @@ def _mask(candidate: Candidate, batch: int, tokens: int, keys: int, rng: np.rand
         if config.window == 1:
             kept[...] = True
     kept[..., 0] = True
+    if case == "masked-rows":
+        if queries > 1:
+            kept[..., ::2, :] = False
+        else:
+            kept[..., : max(keys // 2, 1)] = False  # with a causal mask: the first queries'
+            kept[:1] &= keys > 1
+        if not config.bool_mask:
+            return np.where(kept, 0.0, np.finfo(np.float32).min)
     if config.bool_mask:
         return kept
     added = rng.standard_normal(shape)

@@ -17,10 +17,11 @@ from ..proof import Prover
 from ..region import backward
 from ..replacement import type_refusal
 from ..result import PassReport, ProofReport, RegionReport
+from .block import Block, read_block
 from .core import Core, is_anchor, read_core
 from .equal import merge_equal
 from .op import MLA
-from .recognise import Block, candidates, read_block
+from .recognise import candidates
 from .symbolic import Symbolic
 
 #: Readings tried at one place before it is given up.

@@ -8,8 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph import FLOAT_TYPES, GraphView, is_op
+from .elements import Choice, Element, Unknown, truth
 from .linear import Cond, Lin, Look, axis, both, negate
-from .symbolic import Choice, Element, Symbolic, Unknown, truth
+from .symbolic import Symbolic
 
 #: Added to a score, this or less leaves nothing of its key.
 NOTHING = -9e3

@@ -30,6 +30,7 @@ class MlaOp(FusedOp):
     """``deltafuse::LatentAttention``."""
 
     key = "mla"
+    explains_positions = True
 
     def kind_of(self, name: str) -> str:
         if name in ("kv_norm_weight", "q_scale", "past_latent_scale"):
@@ -70,7 +71,8 @@ class MlaOp(FusedOp):
         plan = [
             Case(case, {n: size(n, i) for n in names}, frozen)
             for i, case in enumerate(HOSTILE)
-            if candidate.config.gate_activation != "none" or case != "gate-extreme"
+            if (candidate.config.gate_activation != "none" or case != "gate-extreme")
+            and (candidate.config.has_mask or case != "masked-rows")
         ]
         if frozen:
             return plan
@@ -96,6 +98,9 @@ class MlaOp(FusedOp):
 
     def limit(self, candidate: Candidate, case: Case) -> float:
         return TOLERANCE * (HARD_FACTOR if case.name in HARD else 1.0)
+
+    def overflows(self, case: Case) -> bool:
+        return case.name == "masked-rows"  # a softmax over nothing is no number
 
     def allows(self, view: GraphView, candidate: Candidate, node: ir.Node) -> bool:
         return node.op_type in ("Softmax", "Sigmoid") and node.domain in ("", "ai.onnx")

@@ -7,92 +7,35 @@ of runs could. What is not understood has no closed form, and the mask stays an 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
 
 from ..graph import GraphView, attribute_int, attribute_ints, is_op
+from .elements import (
+    Choice,
+    Element,
+    Tensor,
+    Unknown,
+    Vec,
+    add,
+    bound,
+    broadcast,
+    choose,
+    combine,
+    even,
+    flat,
+    larger,
+    literal,
+    map_leaves,
+    multiply,
+    number_of,
+    put,
+    settled,
+    times,
+    truth,
+)
 from .linear import FALSE, TRUE, Cond, Lin, Look, axis, both, either, negate, of_dim, simplify
-
-_LARGE = 1 << 31
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of two numbers."""
-
-    cond: Cond
-    yes: Element
-    no: Element
-
-
-@dataclass(frozen=True)
-class Vec:
-    """A short last axis, element by element."""
-
-    items: tuple[Element, ...]
-
-
-#: An element: an integer expression, a truth, a number, a choice, or a short axis of these.
-Element = Lin | Cond | float | Choice | Vec
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """Shape, and what the element at "@n", ..., "@1" is."""
-
-    shape: tuple[Lin, ...]
-    element: Element
-
-
-class Unknown(Exception):
-    """No closed form."""
-
-
-def put(element: Element, change: dict[str, Lin]) -> Element:
-    if isinstance(element, (Lin, Cond)):
-        return element.put(change)
-    if isinstance(element, Choice):
-        return choose(element.cond.put(change), put(element.yes, change), put(element.no, change))
-    if isinstance(element, Vec):
-        return Vec(tuple(put(i, change) for i in element.items))
-    return element
-
-
-def choose(cond: Cond, yes: Element, no: Element) -> Element:
-    if cond.kind in ("true", "false"):
-        return yes if cond.kind == "true" else no
-    if isinstance(yes, Cond) and isinstance(no, Cond):
-        return either(both(cond, yes), both(negate(cond), no))
-    return yes if yes == no else Choice(cond, yes, no)
-
-
-def _number(element: Element) -> float | None:
-    if isinstance(element, Lin):
-        return element.number
-    return element if isinstance(element, (int, float)) else None
-
-
-def map_leaves(element: Element, change: Callable[[Element], Element]) -> Element:
-    if isinstance(element, Choice):
-        return choose(element.cond, map_leaves(element.yes, change), map_leaves(element.no, change))
-    return change(element)
-
-
-def truth(element: Element) -> Cond:
-    """Is it not zero?"""
-    if isinstance(element, Cond):
-        return element
-    if isinstance(element, Lin):
-        return negate(simplify(Cond("eq", element)))
-    if isinstance(element, Choice):
-        yes, no = truth(element.yes), truth(element.no)
-        return either(both(element.cond, yes), both(negate(element.cond), no))
-    if isinstance(element, (int, float)):
-        return TRUE if element else FALSE
-    raise Unknown("a vector as a truth")
 
 
 class Symbolic:
@@ -114,7 +57,7 @@ class Symbolic:
         if value not in self._known:
             self._known[value] = None
             try:
-                self._known[value] = _settled(self._evaluate(value))
+                self._known[value] = settled(self._evaluate(value))
             except (Unknown, IndexError, KeyError, ValueError):
                 self._known[value] = None
         found = self._known[value]
@@ -194,9 +137,9 @@ class Symbolic:
             raise Unknown("a large constant")
         shape = tuple(Lin(d) for d in array.shape)
         if array.size and bool(np.all(array == array.flat[0])):
-            return Tensor(shape, _literal(array.flat[0]))
+            return Tensor(shape, literal(array.flat[0]))
         if array.size <= 64 and array.ndim == 1:
-            return Tensor(shape, Vec(tuple(_literal(x) for x in array)))
+            return Tensor(shape, Vec(tuple(literal(x) for x in array)))
         steps = [i for i in range(array.ndim) if array.shape[i] > 1]
         if len(steps) == 1 and array.dtype.kind in "iu":
             line = array.reshape(-1)
@@ -252,7 +195,7 @@ class Symbolic:
         shape = self._vector(node.inputs[0])
         attribute = node.attributes.get("value")
         filled = 0.0 if attribute is None else attribute.as_tensor().numpy().reshape(-1)[0]
-        return Tensor(tuple(shape), _literal(filled))
+        return Tensor(tuple(shape), literal(filled))
 
     # --- moves ------------------------------------------------------------------------------------------------------
 
@@ -324,7 +267,7 @@ class Symbolic:
         element = source.element
         if isinstance(element, Vec):
             if not places or places[-1] != before - 1:
-                element = _even(element)
+                element = even(element)
             if isinstance(element, Vec) and (not places or places[-1] != before - 1):
                 raise Unknown("a vector that moves")
         gone = {f"@{before - i}": Lin(0) for i in range(before) if i not in places}
@@ -334,7 +277,7 @@ class Symbolic:
 
     def _on_expand(self, node: ir.Node) -> Tensor:
         source = self(node.inputs[0])
-        return Tensor(_broadcast(source.shape, tuple(self._vector(node.inputs[1]))), source.element)
+        return Tensor(broadcast(source.shape, tuple(self._vector(node.inputs[1]))), source.element)
 
     def _on_slice(self, node: ir.Node) -> Tensor:
         source = self(node.inputs[0])
@@ -347,7 +290,7 @@ class Symbolic:
         shape, element = list(source.shape), source.element
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             at = (axes[i] if axes is not None else i) % rank
-            first, last = _bound(start, shape[at]), _bound(end, shape[at])
+            first, last = bound(start, shape[at]), bound(end, shape[at])
             if isinstance(element, Vec) and at == rank - 1:
                 if first.number is None or last.number is None:
                     raise Unknown("a slice of a vector")
@@ -372,7 +315,7 @@ class Symbolic:
                     items += [put(part.element, {"@1": Lin(i)}) for i in range(count)]
             shape = parts[0].shape
             for part in parts[1:]:
-                shape = (*_broadcast(shape[:-1], part.shape[:-1]), shape[-1])
+                shape = (*broadcast(shape[:-1], part.shape[:-1]), shape[-1])
             return Tensor((*shape[:-1], Lin(len(items))), Vec(tuple(items)))
         name = f"@{rank - at}"
         length, element = Lin(0), None
@@ -395,7 +338,7 @@ class Symbolic:
         if isinstance(data.element, Vec):
             if (index.shape and index.shape != (Lin(1),)) or at != len(data.shape) - 1:
                 raise Unknown("a gather in a vector")
-            number = _number(index.element if not isinstance(index.element, Vec) else index.element.items[0])
+            number = number_of(index.element if not isinstance(index.element, Vec) else index.element.items[0])
             if number is None:
                 raise Unknown("a computed place")
             item = data.element.items[int(number)]
@@ -432,7 +375,7 @@ class Symbolic:
 
     def _pair(self, node: ir.Node) -> tuple[Element, Element, tuple[Lin, ...]]:
         a, b = self(node.inputs[0]), self(node.inputs[1])
-        return _flat(a), _flat(b), _broadcast(a.shape, b.shape)
+        return flat(a), flat(b), broadcast(a.shape, b.shape)
 
     def _vectors(self, node: ir.Node, change: Callable[[Element, Element], Element]) -> Tensor | None:
         """Elementwise over short vectors."""
@@ -451,23 +394,23 @@ class Symbolic:
         if vectors is not None:
             return vectors
         a, b, shape = self._pair(node)
-        return Tensor(shape, _combine(a, b, change))
+        return Tensor(shape, combine(a, b, change))
 
     def _on_add(self, node: ir.Node) -> Tensor:
-        return self._arithmetic(node, _add)
+        return self._arithmetic(node, add)
 
     def _on_sub(self, node: ir.Node) -> Tensor:
-        return self._arithmetic(node, lambda x, y: _add(x, _times(y, -1)))
+        return self._arithmetic(node, lambda x, y: add(x, times(y, -1)))
 
     def _on_mul(self, node: ir.Node) -> Tensor:
-        return self._arithmetic(node, _multiply)
+        return self._arithmetic(node, multiply)
 
     def _on_neg(self, node: ir.Node) -> Tensor:
         source = self(node.inputs[0])
-        return Tensor(source.shape, map_leaves(_flat(source), lambda x: _times(x, -1)))
+        return Tensor(source.shape, map_leaves(flat(source), lambda x: times(x, -1)))
 
     def _on_max(self, node: ir.Node) -> Tensor:
-        return self._arithmetic(node, _larger)
+        return self._arithmetic(node, larger)
 
     def _compare(
         self, node: ir.Node, make: Callable[[Lin, Lin], Cond], plain: Callable[[float, float], bool]
@@ -477,12 +420,12 @@ class Symbolic:
         def decide(x: Element, y: Element) -> Element:
             if isinstance(x, Lin) and isinstance(y, Lin):
                 return simplify(make(x, y))
-            left, right = _number(x), _number(y)
+            left, right = number_of(x), number_of(y)
             if left is None or right is None:
                 raise Unknown("a comparison")
             return TRUE if plain(left, right) else FALSE
 
-        return Tensor(shape, _combine(a, b, decide))
+        return Tensor(shape, combine(a, b, decide))
 
     def _on_less(self, node: ir.Node) -> Tensor:
         return self._compare(node, lambda x, y: Cond("le", x - y + Lin(1)), lambda x, y: x < y)
@@ -505,7 +448,7 @@ class Symbolic:
 
     def _on_not(self, node: ir.Node) -> Tensor:
         source = self(node.inputs[0])
-        return Tensor(source.shape, negate(truth(_flat(source))))
+        return Tensor(source.shape, negate(truth(flat(source))))
 
     def _on_and(self, node: ir.Node) -> Tensor:
         a, b, shape = self._pair(node)
@@ -517,8 +460,8 @@ class Symbolic:
 
     def _on_where(self, node: ir.Node) -> Tensor:
         cond, yes, no = (self(v) for v in node.inputs)
-        shape = _broadcast(_broadcast(cond.shape, yes.shape), no.shape)
-        return Tensor(shape, choose(truth(_flat(cond)), _flat(yes), _flat(no)))
+        shape = broadcast(broadcast(cond.shape, yes.shape), no.shape)
+        return Tensor(shape, choose(truth(flat(cond)), flat(yes), flat(no)))
 
     def _on_trilu(self, node: ir.Node) -> Tensor:
         source = self(node.inputs[0])
@@ -527,130 +470,14 @@ class Symbolic:
         upper = attribute_int(node, "upper", 1)
         kept = simplify(Cond("le", gap.times(-1) if upper else gap))
         zero: Element = FALSE if isinstance(source.element, Cond) else Lin(0)
-        return Tensor(source.shape, choose(kept, _flat(source), zero))
+        return Tensor(source.shape, choose(kept, flat(source), zero))
 
     def _on_cumsum(self, node: ir.Node) -> Tensor:
         source = self(node.inputs[0])
-        number = _number(_flat(source))
+        number = number_of(flat(source))
         if attribute_int(node, "reverse", 0) or number is None or number != int(number):
             raise Unknown("a running sum")
         rank = len(source.shape)
         at = axis(rank - (int(self._scalar(node.inputs[1]).const) % rank))
         there = at if attribute_int(node, "exclusive", 0) else at + Lin(1)
         return Tensor(source.shape, there.times(int(number)))
-
-
-def _literal(x: object) -> Element:
-    number = np.asarray(x)
-    if number.dtype.kind == "b":
-        return TRUE if bool(number) else FALSE
-    if number.dtype.kind in "iu":
-        return Lin(int(number))
-    as_float = float(number.astype(np.float64))
-    return (
-        Lin(int(as_float))
-        if as_float == int(as_float if np.isfinite(as_float) else 0) and abs(as_float) < _LARGE
-        else as_float
-    )
-
-
-def _even(vector: Vec) -> Element:
-    """A vector as an expression of the place in it, where it rises evenly."""
-    items = vector.items
-    if len(items) == 1 or all(i == items[0] for i in items):
-        return items[0]
-    lines = [i for i in items if isinstance(i, Lin)]
-    if len(lines) == len(items):
-        steps = {(b - a).number for a, b in pairwise(lines)}
-        if len(steps) == 1 and (slope := next(iter(steps))) is not None:
-            return lines[0] + axis(1).times(slope)
-    return vector
-
-
-def _flat(tensor: Tensor) -> Element:
-    if not isinstance(tensor.element, Vec):
-        return tensor.element
-    found = _even(tensor.element)
-    if isinstance(found, Vec):
-        raise Unknown("an uneven vector")
-    return found
-
-
-def _settled(tensor: Tensor) -> Tensor:
-    """Places along axes of size one are zero."""
-    rank = len(tensor.shape)
-    ones = {f"@{rank - i}": Lin(0) for i, d in enumerate(tensor.shape) if d.number == 1}
-    element = tensor.element
-    if isinstance(element, Vec) and len(element.items) == 1:
-        element = element.items[0]
-    return Tensor(tensor.shape, put(element, ones) if ones else element)
-
-
-def _broadcast(a: tuple[Lin, ...], b: tuple[Lin, ...]) -> tuple[Lin, ...]:
-    rank = max(len(a), len(b))
-    one = (Lin(1),)
-    a, b = one * (rank - len(a)) + a, one * (rank - len(b)) + b
-    return tuple(y if x.number == 1 else x for x, y in zip(a, b, strict=True))
-
-
-def _bound(place: Lin, size: Lin) -> Lin:
-    """A slice's bound as a place from the start."""
-    number = place.number
-    if number is not None and number >= _LARGE:
-        return size
-    if number is not None and number <= -_LARGE:
-        return Lin(0)
-    if number is not None and number < 0:
-        return size + place
-    if number == 0 or place == size or (size - place).at_least_zero():
-        return place
-    if number == 1 and size.terms and size.at_least_zero():
-        return place  # a dynamic axis has one entry at least
-    raise Unknown("a bound that may lie past the end")
-
-
-def _combine(a: Element, b: Element, change: Callable[[Element, Element], Element]) -> Element:
-    if isinstance(a, Choice):
-        return choose(a.cond, _combine(a.yes, b, change), _combine(a.no, b, change))
-    if isinstance(b, Choice):
-        return choose(b.cond, _combine(a, b.yes, change), _combine(a, b.no, change))
-    return change(a, b)
-
-
-def _add(x: Element, y: Element) -> Element:
-    if isinstance(x, Lin) and isinstance(y, Lin):
-        return x + y
-    left, right = _number(x), _number(y)
-    if left is None or right is None:
-        raise Unknown("a sum")
-    return left + right
-
-
-def _times(x: Element, factor: float) -> Element:
-    if isinstance(x, Lin) and factor == int(factor):
-        return x.times(int(factor))
-    number = _number(x)
-    if number is None:
-        raise Unknown("a product")
-    return number * factor if number else Lin(0)
-
-
-def _multiply(x: Element, y: Element) -> Element:
-    for one, other in ((x, y), (y, x)):
-        number = _number(one)
-        if number is not None:
-            if number == 0 and not isinstance(other, float):
-                return Lin(0)
-            if np.isfinite(number):
-                return _times(other, number)
-            inner = _number(other)
-            if inner is not None:
-                return number * inner if inner else float("nan")
-    raise Unknown("a product")
-
-
-def _larger(x: Element, y: Element) -> Element:
-    for one, other in ((x, y), (y, x)):
-        if isinstance(one, Lin) and isinstance(other, Lin) and (one - other).at_least_zero():
-            return one
-    raise Unknown("a maximum")

@@ -9,6 +9,7 @@ much as any other. One proof serves all regions of the same structure. Where ops
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -152,7 +153,8 @@ class Prover:
         report.heads = list(problem.heads)
         candidate, op = problem.candidate, candidate.op
         body = self._replacement_session(candidate, problem)
-        plan = op.plan(candidate, lambda: position_bounds(self.view, extract))
+        skip = candidate.explained if op.explains_positions else frozenset()
+        plan = op.plan(candidate, lambda: position_bounds(self.view, extract, skip))
         compared = 0
         for i, case in enumerate(plan):
             env = op.environment(candidate, case.sizes)
@@ -243,7 +245,7 @@ class Prover:
         return session(ir.to_proto(model))
 
 
-def position_bounds(view: GraphView, extract: Extract) -> list[int]:
+def position_bounds(view: GraphView, extract: Extract, skip: Collection[ir.Node] = ()) -> list[int]:
     """The bounds on positions that the region names: in its slices along axes of unknown length, and in arithmetic of
     integers; sorted, each as often as it is named.
 
@@ -252,6 +254,8 @@ def position_bounds(view: GraphView, extract: Extract) -> list[int]:
     """
     found: list[int] = []
     for node in extract.nodes:
+        if node in skip:
+            continue
         if node.op_type == "Slice":
             values = [] if _is_fixed_axis(view, node) else list(node.inputs[1:3])
         elif node.op_type in _INDEX_ARITHMETIC:

@@ -1,0 +1,183 @@
+"""What stands around an attention: its sizes, scale, rotation and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from ...custom_ops.common.refusal import Refusal
+from ..graph import GraphView, is_op, rank_of, static_dims
+from .caches import Cache, read_cache
+from .core import Core
+from .flow import Flow, channels_of
+from .linear import Lin, of_dim
+from .parts import End, Latent, ends_of
+from .symbolic import Symbolic
+from .ways import Ways, absorbed_ways, expanded_ways
+
+
+@dataclass
+class Block:
+    """What was found around an attention before masks and rotations are read.
+
+    Attributes:
+        q: queries' leaf; latent: the way to kv_b; k_rope: rotary keys' leaf, or None.
+        sizes: heads, nope, rope, value and latent width.
+        weights: kv_b's constants and whether each is transposed; ``split``: keys and values have a layer each.
+        factors: roots of cosines and sines; q_scale: a factor of each query.
+    """
+
+    core: Core
+    end: End
+    q: ir.Value
+    latent: Latent
+    k_rope: ir.Value | None
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    rank: int
+    weights: list[tuple[ir.Value, bool]]
+    order: str
+    scale: float
+    factors: list[ir.Value]
+    q_scale: ir.Value | None
+    q_flow: Flow
+    cache: Cache | None = None
+    explained: set[ir.Node] = field(default_factory=set)
+    compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
+
+
+def read_block(view: GraphView, symbolic: Symbolic, core: Core) -> Block | Refusal | None:
+    """The block around an attention, why it is none that the op takes, or None: not latent attention at all."""
+    name = core.anchor.name or ""
+    ends = ends_of(view, core)
+    if ends[0].weights:
+        found = absorbed_ways(view, core, ends[0])
+    elif len(core.products) == 1:
+        found = expanded_ways(view, core, ends[0])
+    else:
+        return None
+    if found is None or isinstance(found, Refusal):
+        return None if found is None else replace(found, node=name)
+    made = _block(view, symbolic, core, ends[0], found)
+    return replace(made, node=name) if isinstance(made, Refusal) else made
+
+
+def _block(view: GraphView, symbolic: Symbolic, core: Core, end: End, ways: Ways) -> Block | Refusal:
+    """Sizes, scale, rotations and cache."""
+    sizes = _sizes(core, ways, end)
+    if isinstance(sizes, Refusal):
+        return sizes
+    heads, nope, rope, value = sizes
+    scale = ways.scale * ((nope + rope) ** -0.5 if core.default_scale else core.scale)
+    factors = list(ways.q.factors)
+    q_scales = [f for f in factors if channels_of_factor(ways.q, f) == 1]
+    factors = [f for f in factors if f not in q_scales]
+    if len(q_scales) > 1:
+        return Refusal("scale", "several factors for each query")
+    if set(ways.k.factors) - set(factors):
+        return Refusal("rope", "keys are multiplied with something that queries are not")
+    if len(factors) not in (0, 2):
+        return Refusal("rope", f"{len(factors)} factors in the rotation: a cosine and a sine were expected")
+    cache = read_cache(view, symbolic, core, ways.latent, ways.k, ways.v, rope)
+    if isinstance(cache, Refusal):
+        return cache
+    block = Block(
+        core,
+        end,
+        ways.query,
+        ways.latent,
+        ways.k_rope,
+        heads,
+        nope,
+        rope,
+        value,
+        ways.rank,
+        list(zip(ways.weights, ways.flips, strict=True)),
+        ways.order,
+        scale,
+        factors,
+        q_scales[0] if q_scales else None,
+        ways.q,
+        cache,
+        compute=ways.compute,
+    )
+    block.explained = {*core.explained, *ways.latent.nodes, *end.explained, *(cache.nodes if cache else ())}
+    return block
+
+
+def channels_of_factor(flow: Flow, root: ir.Value) -> int | None:
+    """The last dim of a factor where it is multiplied."""
+    node = flow.factors[root]
+    dims = [d[-1] for v in node.inputs if v is not None and (d := static_dims(v))]
+    own = channels_of(root)
+    if own == 1 or (dims and min((d for d in dims if d is not None), default=0) == 1):
+        return 1
+    return own
+
+
+def _sizes(core: Core, ways: Ways, end: End) -> tuple[int, int, int, int] | Refusal:
+    """(heads, nope, rope, value) from the channels of the layers."""
+    rope = 0
+    if ways.k_rope is not None:
+        found = channels_of(ways.k_rope)
+        if found is None:
+            return Refusal("shape", "the width of the rotary keys is not known")
+        rope = found
+    q = ways.query
+    q_channels = channels_of(q) if (rank_of(q) or 0) <= 3 else _q_channels(q)
+    heads, value = (ways.heads, ways.value) if ways.heads is not None else _heads(core, end)
+    if q_channels is None:
+        return Refusal("shape", "the channels of queries are not known")
+    total = ways.columns
+    if heads is None and rope and end.layout in ("BSC", "NC") and (wide := channels_of(end.x)) is not None:
+        heads = (q_channels + wide - total) // rope
+        value = wide // heads if heads else None
+    if not heads or value is None or q_channels % heads or total % heads:
+        return Refusal("shape", "the number of heads is not known")
+    nope = total // heads - value
+    if nope < 1 or q_channels // heads != nope + rope:
+        return Refusal(
+            "heads",
+            f"{q_channels} channels of queries, {total} of keys and values and {heads} heads of {value} with {rope} "
+            "rotary ones do not make latent attention with as many key heads as query heads",
+        )
+    return heads, nope, rope, value
+
+
+def _q_channels(q: ir.Value) -> int | None:
+    """Channels of queries that come in four axes."""
+    dims = static_dims(q)
+    if dims is None or dims[-1] is None:
+        return None
+    heads = [d for d in dims[1:3] if d is not None]
+    return heads[-1] * dims[-1] if len(heads) >= 1 else None
+
+
+def _heads(core: Core, end: End) -> tuple[int | None, int | None]:
+    """(heads, value width) from the attention's output."""
+    for value, layout in ((core.o, "BHSD"), (end.x, end.layout)):
+        dims = static_dims(value)
+        if dims is not None and len(dims) == 4 and layout in ("BHSD", "BSHD"):
+            heads = dims[1 if layout == "BHSD" else 2]
+            if heads is not None and dims[3] is not None and not is_op(core.o.producer(), "Einsum"):
+                return heads, dims[3]
+    for flat in (core.o, core.v):
+        dims = static_dims(flat)
+        if core.heads and dims is not None and len(dims) == 3 and dims[2] is not None:
+            return core.heads, dims[2] // core.heads
+    return None, None
+
+
+def places(block: Block) -> tuple[Lin, Lin]:
+    """Where the first query stands among the keys, and how many queries there are."""
+    q_dims = block.q.shape
+    assert q_dims is not None
+    tokens = of_dim(q_dims[1] if len(q_dims) >= 3 else q_dims[0], block.q, 1)
+    if len(q_dims) == 4 and q_dims[1] == block.heads:
+        tokens = of_dim(q_dims[2], block.q, 2)
+    return (Lin(0) if block.cache is None else block.cache.length), tokens

@@ -1,0 +1,216 @@
+"""The ways from an attention to its operands: keys and values made of latents, or weights absorbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ...custom_ops.common.refusal import Refusal
+from ..graph import GraphView, attribute_string, is_op, static_dims
+from .core import Core
+from .flow import Flow, channels_of, unmoved, walk
+from .parts import End, Latent, latent_of, linear_weight
+
+
+@dataclass
+class Ways:
+    """The ways from the attention to its operands, however the weights are applied.
+
+    Attributes:
+        q, k, v: walks; ``parts``: for each part of the queries and keys the factor on the scores.
+        weights, flips, order: kv_b's constants, transposed or not, and how they are laid out.
+    """
+
+    q: Flow
+    k: Flow
+    v: Flow
+    latent: Latent
+    k_rope: ir.Value | None
+    weights: list[ir.Value]
+    flips: list[bool]
+    order: str
+    rank: int
+    scale: float
+    query: ir.Value
+    columns: int  # H * (Dn + Dv)
+    heads: int | None = None
+    value: int | None = None
+    compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
+
+
+def _base(view: GraphView, leaf: ir.Value) -> ir.Value:
+    """The linear layer's result that a leaf is cut from, or the leaf."""
+    producer = leaf.producer()
+    if is_op(producer, "Split", "Slice") and producer is not None and producer.inputs[0] is not None:
+        if linear_weight(view, producer.inputs[0]) is not None:
+            return producer.inputs[0]
+    return leaf
+
+
+def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | None:
+    """Keys and values are made of latents for every head."""
+    (q_value, k_value), v_value = core.products[0], core.v
+    v_flow, k_flow, q_flow = walk(view, v_value), walk(view, k_value), walk(view, q_value)
+    v_linear = [leaf for leaf in v_flow.leaves if linear_weight(view, _base(view, leaf)) is not None]
+    if len(v_linear) != 1:
+        return None
+    v_base = _base(view, v_linear[0])
+    own = [leaf for leaf in k_flow.leaves if _base(view, leaf) is v_base]
+    kv_b, order = ([v_base], "heads" if v_linear[0] is v_base else "parts") if len(own) == 1 else ([], "")
+    if not kv_b:
+        own = _separate(view, v_base, k_flow)
+        if not own or v_base is not v_linear[0]:
+            return None
+        kv_b, order = [own[0], v_base], "split"
+    layers = [linear_weight(view, leaf) for leaf in kv_b]
+    _, source, weight, transposed = layers[-1]  # type: ignore[misc]
+    dims = static_dims(weight)
+    if dims is None or dims[0] is None or dims[1] is None:
+        return None
+    rank = dims[1] if transposed else dims[0]
+    latent = latent_of(view, source, rank)
+    plain = latent.epsilon is None and not latent.joins
+    others = [leaf for leaf in k_flow.leaves if leaf not in own]
+    if len(others) > 1:
+        return None if plain else Refusal("keys", f"keys are made of {len(others) + 1} parts")
+    if not others and plain:
+        return None  # plain attention whose keys and values share a layer
+    refused = _query_refusal(q_flow, k_flow, v_flow)
+    if refused is not None:
+        return refused
+    query, q_factor = next(iter(q_flow.leaves.items()))
+    if abs(v_flow.leaves[v_linear[0]] - 1.0) > 1e-6:
+        return Refusal("values", "values are scaled")
+    k_factors = {round(s, 9) for s in k_flow.leaves.values()}
+    if len(k_factors) != 1:
+        return Refusal("keys", "parts of the keys are scaled differently")
+    widths = [channels_of(leaf) for leaf in kv_b]
+    if None in widths:
+        return Refusal("shape", "the channels of keys and values are not known")
+    return Ways(
+        q_flow,
+        k_flow,
+        v_flow,
+        latent,
+        others[0] if others else None,
+        [layer[2] for layer in layers if layer is not None],
+        [layer[3] for layer in layers if layer is not None],
+        order,
+        rank,
+        q_factor * k_flow.leaves[own[0]],
+        query,
+        sum(w for w in widths if w is not None),
+    )
+
+
+def _query_refusal(q_flow: Flow, k_flow: Flow, v_flow: Flow) -> Refusal | None:
+    if len(q_flow.leaves) == 1:
+        return None
+    lost = next((f.lost for f in (q_flow, k_flow, v_flow) if f.lost is not None), None)
+    if lost is not None:
+        return Refusal("flow", f"{lost.op_type} between the projections and the attention")
+    return Refusal("queries", f"queries are made of {len(q_flow.leaves)} parts")
+
+
+def _separate(view: GraphView, v_linear: ir.Value, k_flow: Flow) -> list[ir.Value]:
+    """The keys' own layer, over the same latent as the values'."""
+    source = unmoved(view, linear_weight(view, v_linear)[1])  # type: ignore[index]
+    for leaf in k_flow.leaves:
+        found = linear_weight(view, leaf)
+        if found is not None and unmoved(view, found[1]) is source and len(k_flow.leaves) == 2:
+            return [leaf]
+    return []
+
+
+def absorbed_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | None:
+    """Queries go into the latents' space, and what comes out of the attention goes back into the values'."""
+    unclear = Refusal("absorbed", "absorbed weights in a form that is not known")
+    if len(core.products) != 2 or len(end.weights) != 1:
+        return unclear
+    q_flows = [walk(view, q) for q, _ in core.products]
+    wide = [i for i, f in enumerate(q_flows) if len(f.weights) == 1]
+    if len(wide) != 1 or any(len(f.leaves) != 1 for f in q_flows):
+        return unclear
+    inside, outside = q_flows[wide[0]], q_flows[1 - wide[0]]
+    k_value, r_value = core.products[wide[0]][1], core.products[1 - wide[0]][1]
+    key, value = _factors(view, *inside.weights[0]), _factors(view, *end.weights[0])
+    if key is None or value is None or outside.weights:
+        return unclear
+    (key_shape, key_order), (value_shape, value_order) = key, value
+    heads, nope, rank = key_shape
+    if value_shape[0] != heads or value_shape[1] != rank:
+        return unclear
+    width = value_shape[2]
+    latent, again = latent_of(view, core.v, rank), latent_of(view, k_value, rank)
+    if latent.raw is not again.raw or [j.node for j in latent.joins] != [j.node for j in again.joins]:
+        return Refusal("absorbed", "keys and values are not the same latents")
+    k_flow = walk(view, r_value)
+    if len(k_flow.leaves) != 1:
+        return unclear
+    query = next(iter(inside.leaves))
+    if next(iter(outside.leaves)) is not query:
+        return Refusal("queries", "queries are made of 2 parts")
+    k_rope, k_factor = next(iter(k_flow.leaves.items()))
+    if abs(inside.leaves[query] / (outside.leaves[query] * k_factor) - 1.0) > 1e-6:
+        return Refusal("scale", "parts of the scores are scaled differently")
+    flow = Flow(dict(outside.leaves), {**inside.factors, **outside.factors})
+    flow.nodes = {**inside.nodes, **outside.nodes}
+
+    def compute(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        up = np.transpose(arrays[0], key_order)  # [H, Dn, R]
+        down = np.transpose(arrays[1], value_order)  # [H, R, Dv]
+        both = np.concatenate([up.transpose(2, 0, 1), down.transpose(1, 0, 2)], axis=-1)
+        return both.reshape(rank, heads * (nope + width))
+
+    v_flow = Flow()
+    return Ways(
+        flow,
+        k_flow,
+        v_flow,
+        latent,
+        k_rope,
+        [inside.weights[0][1], end.weights[0][1]],
+        [False, False],
+        f"absorbed {key_order} {value_order}",
+        rank,
+        inside.leaves[query],
+        query,
+        heads * (nope + width),
+        heads,
+        width,
+        compute,
+    )
+
+
+def _factors(
+    view: GraphView, node: ir.Node, weight: ir.Value
+) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
+    """Sizes (heads, taken, given) of a matrix for each head, and the order of its axes that this takes."""
+    dims = static_dims(weight)
+    if dims is not None and len(dims) == 4 and dims[0] == 1:
+        return None
+    if dims is None or len(dims) != 3 or None in dims:
+        return None
+    if is_op(node, "MatMul"):
+        order = (0, 1, 2)
+        if node.inputs[1] is not weight:
+            return None
+    else:
+        left, right = attribute_string(node, "equation", "").replace(" ", "").split("->")
+        terms = left.split(",")
+        at = 0 if node.inputs[0] is weight else 1
+        letters, other = terms[at], terms[1 - at]
+        if len(letters) != 3 or len(set(letters)) != 3:
+            return None
+        heads = [c for c in letters if c in other and c in right]
+        taken = [c for c in letters if c in other and c not in right]
+        given = [c for c in letters if c not in other and c in right]
+        if not len(heads) == len(taken) == len(given) == 1:
+            return None
+        order = (letters.index(heads[0]), letters.index(taken[0]), letters.index(given[0]))
+    h, t, g = (dims[i] for i in order)
+    assert h is not None and t is not None and g is not None
+    return (h, t, g), order
