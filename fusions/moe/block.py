@@ -105,9 +105,14 @@ def clamp_settings(mlp: Mlp) -> dict[str, object]:
         "activation": mlp.activation,
         "gated": int(mlp.up is not None),
         "clamp": mlp.clamp,
-        "gate_limit": mlp.gate_limit,
-        "up_limit": mlp.up_limit,
+        "gate_limit": short(mlp.gate_limit),
+        "up_limit": short(mlp.up_limit),
     }
+
+
+def short(number: float) -> float:
+    """The shortest decimal of a float32 number."""
+    return float(str(np.float32(number)))
 
 
 def matrix_parameters(name: str, slabs: Slabs, kind: str, zero: bool, dtype: ir.DataType) -> dict[str, Parameter]:

@@ -23,6 +23,7 @@ from .block import (
     matrix_parameters,
     router_layer,
     shared_settings,
+    short,
     vector,
     weight_format,
 )
@@ -141,8 +142,8 @@ def _candidate(
         "intermediate_size": inter,
         "score_function": router.function,
         "norm_topk_prob": int(routed.weighting.norm),
-        "norm_eps": _short(routed.weighting.eps),
-        "routed_scaling_factor": _short(routed.weighting.scale * end.scale),
+        "norm_eps": short(routed.weighting.eps),
+        "routed_scaling_factor": short(routed.weighting.scale * end.scale),
         "masked_weights": int(routed.weighting.masked),
         **clamp_settings(routed.experts[0]),
     }
@@ -239,13 +240,6 @@ def _candidate(
         vectors=vectors,
     )
     return type_refusal(candidate) or candidate
-
-
-def _short(number: float) -> float:
-    """The shortest decimal of a float32 number."""
-    import numpy as np
-
-    return float(str(np.float32(number)))
 
 
 def _common(reader: Reader, inputs: list[ir.Value], hidden: int, y: ir.Value) -> ir.Value | None:

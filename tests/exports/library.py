@@ -174,10 +174,11 @@ def worst(results: Arrays, truths: Arrays) -> tuple[float, str]:
     return max((error(results[name], truth), name) for name, truth in truths.items())
 
 
-def real_layer(name: str, seed: int = 0) -> onnx.ModelProto:
-    """``kda_512`` or ``kda_2048``: a real-size KDA layer (hidden 2560, 32 heads, float16, frozen at that many tokens).
+def real_layer(name: str, seed: int = 0, *, zeros: bool = False) -> onnx.ModelProto:
+    """A real-size layer, float16, hidden 2560, frozen at some tokens: ``kda_512`` or ``kda_2048`` (32 heads), ``moe_1``
+    or ``moe_64`` (64 experts).
 
-    Its large weights are not stored; random float16 numbers of size 0.02 take their places.
+    Its large weights are not stored; random float16 numbers of size 0.02 take their places, or zeros.
     """
     model = onnx.ModelProto()
     model.ParseFromString(_bytes(f"{name}.skel.onnx.xz"))
@@ -185,6 +186,9 @@ def real_layer(name: str, seed: int = 0) -> onnx.ModelProto:
     for tensor in model.graph.initializer:
         count = int(np.prod(tensor.dims)) if tensor.dims else 1
         if count > 65536 and tensor.data_type == onnx.TensorProto.FLOAT16 and not tensor.raw_data:
+            if zeros:
+                tensor.raw_data = bytes(2 * count)
+                continue
             tensor.raw_data = (0.02 * rng.standard_normal(count, dtype=np.float32)).astype(np.float16).tobytes()
     return model
 

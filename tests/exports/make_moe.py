@@ -59,6 +59,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_clamp_after": ("dense", {"mlp": {"clamp": AFTER}}),
     "moe_few_kept": ("gather", {"router": {"groups": (4, 1)}}),
     "moe_few_kept_zero": ("stacked", {"router": {"groups": (4, 1), "fill": 0.0}}),
+    "moe_masked_few": (
+        "gather",
+        {"router": {"bias": False, "groups": (4, 1), "fill": 0.0, "picked": "values", "scale": 1.5}},
+    ),
     "moe_gather_turned": ("gather_turned", {}),
     "moe_routing_shown": ("gather", {"shown": True}),
     "moe_dense_interleaved": ("where_rows", {"mlp": {"form": "interleaved"}}),

@@ -65,6 +65,16 @@ def _grouped(c: MoeConfig) -> bool:
     return c.n_group > 1
 
 
+def _weightless(c: MoeConfig) -> bool:
+    """Do choices beyond the kept experts weigh nothing?"""
+    return bool(c.masked_weights) and _few(c)
+
+
+def _few(c: MoeConfig) -> bool:
+    """Do groups keep fewer experts than are chosen?"""
+    return _grouped(c) and c.topk_group * c.num_experts // c.n_group < c.top_k
+
+
 _config("groups off", _grouped, n_group=1, topk_group=1)
 _config("one group more", _grouped, topk_group=lambda c: c.topk_group + 1)
 _config("one group less", lambda c: c.topk_group > 1, topk_group=lambda c: c.topk_group - 1)
@@ -73,7 +83,8 @@ _config("maximum for the best two", lambda c: _grouped(c) and c.group_top == 2, 
 _config("best two for the maximum", lambda c: _grouped(c) and c.group_top == 1, group_top=2)
 _config("mask of zero", lambda c: _grouped(c) and c.masked_score == "-inf" and c.has_expert_bias, masked_score="0")
 _config("mask of minus infinity", lambda c: c.masked_score == "0" and c.has_expert_bias, masked_score="-inf")
-_config("masked weights count", lambda c: bool(c.masked_weights) and c.top_k > 2, masked_weights=0)
+_config("masked weights count", lambda c: bool(c.masked_weights) and _few(c), masked_weights=0)
+_config("masked weights do not count", lambda c: not c.masked_weights and _few(c), masked_weights=1)
 _config("not normalised", lambda c: bool(c.norm_topk_prob), norm_topk_prob=0)
 _config("normalised", lambda c: not c.norm_topk_prob, norm_topk_prob=1)
 _config("epsilon forgotten", lambda c: c.norm_eps > 1e-3, norm_eps=0.0)
@@ -83,8 +94,8 @@ _config("scale forgotten", lambda c: c.routed_scaling_factor != 1.0, routed_scal
 _config("scale a little off", routed_scaling_factor=lambda c: c.routed_scaling_factor * 1.001)
 _config("softmax for sigmoid", lambda c: c.score_function == "sigmoid", score_function="softmax")
 _config("sigmoid for softmax", lambda c: c.score_function == "softmax", score_function="sigmoid")
-_config("one choice more", lambda c: c.top_k < c.num_experts, top_k=lambda c: c.top_k + 1)
-_config("one choice less", lambda c: c.top_k > 1, top_k=lambda c: c.top_k - 1)
+_config("one choice more", lambda c: c.top_k < c.num_experts and not _weightless(c), top_k=lambda c: c.top_k + 1)
+_config("one choice less", lambda c: c.top_k > 1 and not _weightless(c), top_k=lambda c: c.top_k - 1)
 _config("gelu for silu", lambda c: c.activation == "silu", activation="gelu")
 _config("silu for gelu", lambda c: c.activation.startswith("gelu"), activation="silu")
 _config("the other gelu", lambda c: c.activation == "gelu", activation="gelu_tanh")

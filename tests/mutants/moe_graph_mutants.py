@@ -17,7 +17,8 @@ from .editor import Editor
 Edit = Callable[[Editor], None]
 #: name -> (the export, the edit)
 MUTANTS: dict[str, tuple[str, Edit]] = {}
-GATHER, CLAMP, LOOP, DENSE, PAIRS = "moe_gather", "moe_clamp_before", "moe_where_rows", "moe_dense_eq", "moe_dense_pairs"
+GATHER, CLAMP, FEW = "moe_gather", "moe_clamp_before", "moe_few_kept"
+LOOP, DENSE, PAIRS = "moe_where_rows", "moe_dense_eq", "moe_dense_pairs"
 
 
 def mutant(name: str, base: str = GATHER) -> Callable[[Edit], Edit]:
@@ -54,8 +55,20 @@ constant("one group more stays", "node_topk_1__1", 1, [3], np.int64)
 constant("one group less stays", "node_topk_1__1", 1, [1], np.int64)
 constant("the best one of a group", "node_topk__1", 1, [1], np.int64)
 constant("one choice less", "node_topk_2__1", 1, [2], np.int64)
-constant("masked with minus one", "node_masked_fill", 1, -1.0)
-constant("masked with 0.4", "node_masked_fill", 1, 0.4)
+
+
+def masked_with(name: str, number: float) -> None:
+    """Another fill, where biases far below zero (the same for all) make the kept experts' choices negative."""
+
+    @mutant(name, FEW)
+    def edit(e: Editor) -> None:
+        e.read("node_add_9", 1, e.const(e.array("gate.e_score_correction_bias") - np.float32(1.9)))
+        e.read("node_masked_fill", 1, e.const(number))
+
+
+masked_with("masked with minus one", -1.0)
+masked_with("masked with zero", 0.0)
+masked_with("masked with a large number", 1e9)
 skips("mask the wrong way round", "node_bitwise_not")
 mutant("the worst groups stay")(lambda e: e.attributes("node_topk_1__1", largest=0))
 mutant("the worst experts")(lambda e: e.attributes("node_topk_2__1", largest=0))
@@ -88,7 +101,7 @@ def _(e: Editor) -> None:
 
 @mutant("scores above a threshold only")
 def _(e: Editor) -> None:
-    kept = e.make("Where", e.make("Greater", "sigmoid", e.const(0.55)), "sigmoid", e.const(0.0))
+    kept = e.make("Where", e.make("Greater", "sigmoid", e.const(0.55)), "sigmoid", e.const(0.05))
     e.read("node_gather", 0, kept)
 
 
@@ -202,11 +215,22 @@ def _(e: Editor) -> None:
 mutant("an expert overwrites", LOOP)(lambda e: e.attributes("node_ScatterND_76", reduction="mul"))
 mutant("the largest counts", LOOP)(lambda e: e.attributes("node_ScatterND_76", reduction="max"))
 constant("an expert takes another's tokens", "node_eq_65", 1, 0, np.int64, base=LOOP)
-reads("an expert is applied to the first one's tokens", "node_GatherND_94", 1, "val_52", base=LOOP)
-reads("weights of another choice", "node_Concat_63", 1, "val_52", base=LOOP)
+
+
+@mutant("weights of another choice", LOOP)
+def _(e: Editor) -> None:
+    other = e.make("Mod", e.make("Add", "val_62", e.const(1, np.int64)), e.const(3, np.int64))
+    e.read("node_Concat_63", 1, other)
+
+
+@mutant("an expert is given tokens backwards", LOOP)
+def _(e: Editor) -> None:
+    ints = [e.const([i], np.int64) for i in (-1, -(1 << 62), 0, -1)]
+    e.read("node_linear_4", 0, e.make("Slice", "val_94", *ints))
+
+
 constant("an expert twice", "node_eq_59", 1, 0, np.int64, base=DENSE)
 reads("an expert without its weight", "node_mul_87", 1, "linear_3", base=DENSE)
 reads("an expert left out", "node_add_122", 1, "zeros_like_1", base=DENSE)
-mutant("the largest weight, not their sum", DENSE)(lambda e: e.op("node_sum_3", "ReduceMax"))
 constant("rows of another expert", "node_eq_56", 1, 0, np.int64, base=PAIRS)
 reads("an expert's rows thrown away", "node_where_1", 2, "zeros_like_1", base=PAIRS)

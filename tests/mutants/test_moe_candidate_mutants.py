@@ -21,6 +21,8 @@ BASES = (
     "moe_zero_mask",
     "moe_masked_weights",
     "moe_few_kept",
+    "moe_few_kept_zero",
+    "moe_masked_few",
     "moe_softmax_no_groups",
     "moe_unnormalised",
     "moe_eps",
@@ -35,6 +37,8 @@ BASES = (
     "moe_uint4_stacked",
     "moe_uint8_dense",
 )
+#: Bases that a mutant is tried on, at most.
+MOST = 4
 
 
 @cache
@@ -70,6 +74,8 @@ def test_wrong_candidates_are_refused(name: str) -> None:
         mutant = MUTANTS[name](candidate)
         if mutant is None:
             continue
+        if tried == MOST:
+            break
         tried += 1
         report = prove(view, mutant, opset)
         assert not report.proved, f"{base}: accepted with error {report.error:.1e}"

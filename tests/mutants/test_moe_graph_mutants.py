@@ -16,7 +16,7 @@ from .moe_graph_mutants import MUTANTS
 
 #: Sizes of the inputs. Small ones show what is added, large ones what saturates and what is clamped.
 SCALES = (0.03, 1.0, 4.0)
-TOKENS = 40
+TOKENS = 400
 TOLERANCE = 1e-4
 
 

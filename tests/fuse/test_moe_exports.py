@@ -1,0 +1,180 @@
+"""Mixtures of experts: every export fused or refused as it says, with outputs as before, on both targets."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from deltafuse.custom_ops.moe.packing import unpack
+from deltafuse.fusions.pipeline import fuse_model
+from deltafuse.fusions.result import FusionReport
+from exports import library
+from exports.strip import strip
+from onnx import numpy_helper
+
+from . import kit
+
+MOE = [n for n in library.names("moe") if library.export(n).moe]
+REFUSED = [n for n in library.names("moe") if not library.export(n).moe]
+QUANTIZED = library.names("quantized")
+#: One of each form that has module scopes.
+STRIPPED = ["moe_gather", "moe_where", "moe_dense_eq", "moe_stacked", "moe_bailing", "moe_dense_pairs"]
+
+
+def fused(model: onnx.ModelProto, target: str = "plugin") -> tuple[FusionReport, onnx.ModelProto]:
+    report = fuse_model(ir.from_proto(model), target=target)
+    assert report.model is not None
+    return report, ir.to_proto(report.model)
+
+
+def check_same(name: str, before: onnx.ModelProto, after: onnx.ModelProto) -> None:
+    """Outputs at every length. ORT's own optimiser would quantize activations too: quantized models run as written."""
+    export = library.export(name)
+    if not export.loads:
+        before, after = library.widened(before), library.widened(after)
+    optimize = name not in QUANTIZED
+    first, second = (library.session(m, optimize=optimize) for m in (before, after))
+    for binding in export.bindings:
+        feeds = library.feeds_for(before, binding, export.shapes)
+        error, output = library.worst(library.run(second, feeds), library.run(first, feeds))
+        assert error <= export.tolerance, f"{binding}: {output} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_blocks_are_fused_and_give_the_same(name: str) -> None:
+    export = library.export(name)
+    before = export.proto()
+    report, after = fused(before, "portable" if len(name) % 2 else "plugin")
+    assert report.count("moe") == export.moe, kit.why(report)
+    assert all(r.proof is not None and r.proof.proved for r in report.regions)
+    onnx.checker.check_model(after)
+    check_same(name, before, after)
+
+
+@pytest.mark.parametrize("name", STRIPPED)
+def test_names_and_metadata_are_not_needed(name: str) -> None:
+    report, _ = fused(strip(library.export(name).proto()))
+    assert report.count("moe") == 1, kit.why(report)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_op_cannot_say_is_refused_with_a_reason(name: str) -> None:
+    before = library.export(name).proto()
+    report, after = fused(before)
+    assert report.count("moe") == 0
+    assert [r.refusal is not None for r in report.regions if r.op == "moe"] == [True]
+    check_same(name, before, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("moe_biased_experts", "biases"),
+        ("moe_half_scores", "float32"),
+        ("moe_hashed", "table"),
+        ("moe_zero_experts", "a router with sigmoid scores chooses 3 of 8 experts in 2 of 4 groups"),
+        ("moe_ernie", "a router with softmax scores chooses 3 of 8 experts"),
+    ],
+)
+def test_refusals_say_what_is_in_the_way(name: str, words: str) -> None:
+    report, _ = fused(library.export(name).proto())
+    assert words in kit.why(report)
+
+
+def test_attributes_are_read() -> None:
+    """From exports that set them apart from the defaults."""
+    found = {name: fuse_model(library.export(name).model(), dry_run=True).regions[-1].config for name in MOE}
+    assert (
+        found["moe_gather"] | {"n_group": 4, "topk_group": 2, "group_top": 2, "masked_score": "-inf"}
+        == found["moe_gather"]
+    )
+    assert found["moe_zero_mask"]["masked_score"] == "0"
+    assert found["moe_masked_weights"]["masked_weights"] == 1
+    assert found["moe_masked_weights"]["group_top"] == 1
+    assert found["moe_unnormalised"]["norm_topk_prob"] == 0
+    assert found["moe_unnormalised"]["has_shared_gate"]
+    assert found["moe_eps"]["norm_eps"] == pytest.approx(0.05)
+    assert found["moe_stacked_noopt"]["norm_eps"] == pytest.approx(1e-20)
+    assert found["moe_linear_bias"]["has_router_bias"]
+    assert (found["moe_gelu"]["activation"], found["moe_gelu_tanh"]["activation"]) == ("gelu", "gelu_tanh")
+    assert (found["moe_relu2_plain"]["activation"], found["moe_relu2_plain"]["gated"]) == ("relu2", 0)
+    assert (found["moe_clamp_before"]["clamp"], found["moe_clamp_after"]["clamp"]) == ("before", "after")
+    assert found["moe_clamp_after"]["gate_limit"] == found["moe_clamp_after"]["up_limit"] == 0.25
+    assert found["moe_softmax_no_groups"]["score_function"] == "softmax"
+    assert found["moe_softmax_no_groups"]["n_group"] == 1
+    assert not found["moe_half_logits"]["has_router_weight"]
+    assert found["moe_nemotron_latent"]["hidden_size"] == 16
+
+
+def test_limits_of_layers_may_differ() -> None:
+    regions = fuse_model(library.export("moe_two_layers").model()).regions
+    assert [r.config["gate_limit"] for r in regions] == [0.5, 0.3]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_stored_numbers_are_kept_to_the_bit(name: str) -> None:
+    """The first expert's down projection: the same numbers, scales and zero points, laid out as the op has them."""
+    before = library.export(name).proto()
+    report, after = fused(before)
+    config = report.regions[0].config
+    kind = config["weight_format"]
+    arrays = {t.name: numpy_helper.to_array(t) for t in after.graph.initializer}
+    prefix = "moe.0.down"
+    made = unpack(arrays[f"{prefix}_weight"], kind).astype(np.float64)
+    scale = arrays[f"{prefix}_scale"].astype(np.float64)
+    zero = arrays[f"{prefix}_zero_point"].astype(np.float64) if config["has_zero_point"] else np.zeros_like(scale)
+    each = config["block_size"] or made.shape[-1]
+    wide = [np.repeat(a, each, axis=-1)[..., : made.shape[-1]] for a in (scale, zero)]
+    values = (made - wide[1]) * wide[0]
+    assert kind in name
+    assert np.array_equal(values[0], _dequantized(before, values.shape[1:]))
+
+
+def _dequantized(model: onnx.ModelProto, shape: tuple[int, ...]) -> np.ndarray:
+    """The first expert's down projection [D, I] of the unfused model, in float64."""
+    arrays = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    nodes = [n for n in model.graph.node if n.op_type == "DequantizeLinear"]
+    for node in nodes:
+        stored = arrays[node.input[0]].astype(np.float64)
+        scale = arrays[node.input[1]].astype(np.float64)
+        zero = arrays[node.input[2]].astype(np.float64) if len(node.input) > 2 else np.zeros_like(scale)
+        settings = {a.name: a.i for a in node.attribute}
+        axis, block = settings["axis"], settings.get("block_size", 0)
+        if block:
+            scale, zero = (np.repeat(a, block, axis=axis) for a in (scale, zero))
+        elif scale.ndim:
+            line = [-1 if i == axis else 1 for i in range(stored.ndim)]
+            scale, zero = scale.reshape(line), zero.reshape(line)
+        value = (stored - zero) * scale
+        value = value[0] if value.ndim == 3 else value
+        for turned in (value, value.T):
+            if turned.shape == shape and ("down" in node.input[0] or node in nodes[2::3]):
+                return turned
+    raise AssertionError("no down projection was found")
+
+
+def test_routing_that_others_read_stays() -> None:
+    """ids and weights are graph outputs: the router goes on making them beside the fused node."""
+    report, after = fused(library.export("moe_routing_shown").proto())
+    assert report.count("moe") == 1
+    assert any("used elsewhere" in note for r in report.regions for note in r.notes)
+    assert [o.name for o in after.graph.output] == ["y", "ids", "weights"]
+
+
+def test_the_shared_expert_may_stay_outside() -> None:
+    """HY-V4's shared expert is not clamped, its routed ones are: the op has one clamp for both."""
+    report, _ = fused(library.export("moe_hy_v4").proto())
+    assert report.regions[0].config["shared_intermediate_size"] == 0
+    assert any(r.code == "shared" for r in report.regions[0].not_absorbed)
+
+
+@pytest.mark.parametrize("name", ["moe_1", "moe_64"])
+def test_blocks_of_real_size_are_proved_within_the_budget(name: str) -> None:
+    """Hidden 2560, 64 experts of 768: as exported they take up to 5.7 GiB to run. No proof reads their weights."""
+    report = fuse_model(ir.from_proto(library.real_layer(name, zeros=True)))
+    assert report.count("moe") == 1, kit.why(report)
+    proof = report.regions[0].proof
+    assert proof is not None
+    assert proof.proved
+    assert report.nodes_after == 1
