@@ -13,6 +13,7 @@ from torch.export import Dim
 
 from .moe_quantized import quantized
 from .moe_side import Block, D, HalfRouter, Hashed, Layers, coarse
+from .pack import lean
 from .torch_side import export, fill
 
 S, B = Dim("S", min=2, max=256), Dim("B", min=2, max=16)
@@ -79,6 +80,7 @@ def block(name: str) -> None:
         (x,),
         name,
         dynamic=({1: S},),
+        after=lean,
         names=(["x"], ["y", "ids", "weights"] if settings.get("shown") else ["y"]),
         made=f"torch.onnx.export of a hand-written MoE, {style}",
         kda=0,
@@ -101,6 +103,7 @@ def half(name: str, dtype: torch.dtype, opset: int, **settings: Any) -> None:
         dynamic=({1: S},),
         names=(["x"], ["y"]),
         opset=opset,
+        after=lean,
         made=f"torch.onnx.export of a hand-written MoE, {dtype}, router in float32",
         kda=0,
         moe=1,
@@ -114,7 +117,7 @@ def half(name: str, dtype: torch.dtype, opset: int, **settings: Any) -> None:
 def variants(wanted: list[str]) -> None:
     """One style each with an older and a newer opset, without the optimiser, frozen, two sequences, two axes."""
     x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
-    common: dict[str, Any] = dict(names=(["x"], ["y"]), kda=0, moe=1, tags=("moe", "hand-written"))
+    common: dict[str, Any] = dict(names=(["x"], ["y"]), after=lean, kda=0, moe=1, tags=("moe", "hand-written"))
     steps: dict[str, Any] = {
         "moe_where_op18": ("where", (x,), dict(dynamic=({1: S},), opset=18, bindings=[{"S": 3}, {"S": 17}])),
         "moe_stacked_noopt": ("stacked", (x,), dict(dynamic=({1: S},), optimize=False, bindings=[{"S": 3}, {"S": 17}])),
@@ -166,7 +169,7 @@ def already_quantized(name: str) -> None:
         dynamic=({1: S},),
         names=(["x"], ["y"]),
         opset=21,
-        after=quantized(**settings),
+        after=lambda model: lean(quantized(**settings)(model)),
         made=f"a hand-written MoE, {style}, its experts quantized as DequantizeLinear: {settings}",
         kda=0,
         moe=1,
@@ -196,6 +199,7 @@ def others(wanted: list[str]) -> None:
                 names=(["x"], ["y"]),
                 made=f"torch.onnx.export of a hand-written MoE: {name.removeprefix('moe_').replace('_', ' ')}",
                 kda=0,
+                after=lean,
                 bindings=[{"S": 3}, {"S": 17}],
                 **more,
             )
@@ -210,6 +214,7 @@ def others(wanted: list[str]) -> None:
             made="torch.onnx.export of a hand-written MoE: experts by a table over token ids",
             kda=0,
             moe=0,
+            after=lean,
             bindings=[{"S": 3}, {"S": 17}],
             tags=refused,
         )

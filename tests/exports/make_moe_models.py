@@ -13,6 +13,7 @@ import torch
 from torch.export import Dim
 
 from .moe_side import coarse
+from .pack import lean
 from .torch_side import export, fill
 
 S = Dim("S", min=2, max=256)
@@ -100,6 +101,7 @@ def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **
         names=(["x"], ["y"]),
         made=f"torch.onnx.export of {block}, experts {experts}",
         kda=0,
+        after=lean,
         moe=moe,
         bindings=[{"S": 3}, {"S": 17}],
         **more,

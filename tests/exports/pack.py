@@ -17,6 +17,21 @@ INDEX = DATA / "expected.json"
 DROPPED_METADATA = ("pkg.torch.onnx.stack_trace",)
 
 
+#: Nothing but reports reads these; without them many small exports stay small.
+_LONG_METADATA = ("pkg.torch.onnx.class_hierarchy", "pkg.torch.onnx.fx_node", "namespace")
+
+
+def lean(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with the scopes of its nodes and no other metadata of them; changed in place."""
+    for node in model.graph.node:
+        kept = [p for p in node.metadata_props if p.key not in _LONG_METADATA]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
+    for value in model.graph.value_info:
+        del value.metadata_props[:]
+    return model
+
+
 def scrub(model: onnx.ModelProto) -> None:
     """Drop stack traces from every node, subgraph and function, in place."""
 
