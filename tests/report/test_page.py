@@ -12,8 +12,10 @@ import deltafuse
 import onnx_ir as ir
 import pytest
 from deltafuse import report_html
+from deltafuse.cli import app
 from deltafuse.fusions.result import QuantizationReport, QuantizedTensor
 from deltafuse.report_html_picture import picture
+from typer.testing import CliRunner
 
 from . import hostile
 from .conftest import unpack
@@ -194,3 +196,16 @@ def test_times(tmp_path: Path) -> None:
         deltafuse.fuse(path, report=tmp_path / "r.html", times=[tmp_path / "absent.json"])
     with pytest.raises(deltafuse.DeltaFuseError, match=r"ends in \.html"):
         deltafuse.fuse(path, report=tmp_path / "r.json", times=files)
+
+
+def test_the_command_line_writes_it(tmp_path: Path) -> None:
+    path = unpack("decode_bare", tmp_path)
+    (tmp_path / "bench.json").write_text(json.dumps(hostile.bench(["before", "after"])))
+    call = CliRunner().invoke
+    arguments = ["inspect", str(path), "--report", str(tmp_path / "r.html"), "--times", str(tmp_path / "bench.json")]
+    done = call(app, [*arguments, "-q"])
+    assert done.exit_code == 0, done.output
+    said = " ".join(outline((tmp_path / "r.html").read_text(encoding="utf-8")).text)
+    assert "nothing changed" in said and "One token" in said
+    wrong = call(app, ["fuse", str(path), "--dry-run", "--times", str(tmp_path / "bench.json")])
+    assert wrong.exit_code == 2 and "ends in .html" in wrong.output
