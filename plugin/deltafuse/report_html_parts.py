@@ -10,11 +10,16 @@ from typing import Any, NewType
 
 #: Markup: made here, or escaped.
 Html = NewType("Html", str)
+#: Characters of one text that are shown.
+LONGEST = 600
 
 
 def text(value: Any) -> Html:
     """Any value as text: markup escaped, and characters that are not seen or turn the line around shown as codes."""
-    shown = "".join(_visible(c) for c in str(value))
+    whole = str(value)
+    shown = "".join(_visible(c) for c in whole[:LONGEST])
+    if len(whole) > LONGEST:
+        shown += f"… ({len(whole):,} characters)"
     return Html(html.escape(shown, quote=True))
 
 

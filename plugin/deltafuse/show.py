@@ -66,7 +66,7 @@ def heading(report: FusionReport, out: Console) -> None:
 
 def _regions(report: FusionReport, out: Console) -> None:
     if not report.regions:
-        out.print("\nNo region was recognised: nothing in this model looks like Kimi Delta Attention.")
+        out.print("\nNo region was recognised: nothing in this model looks like a block that deltafuse knows.")
         return
     groups = group_regions(report.regions)
     table = table_of()

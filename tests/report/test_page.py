@@ -131,6 +131,7 @@ def test_names_out_of_the_model_are_text_only() -> None:
     assert not {tag for tag, _ in found.seen} & {"img", "iframe", "object", "embed", "form", "base"}
     assert not [name for _, attributes in found.seen for name in attributes if name.startswith("on")]
     assert "pwned" not in found.scripts and "window.pwned" in "".join(found.text)
+    assert "x" * 601 not in text and "(3,000 characters)" in text
     assert "\u202e" not in text and "\x00" not in text and "\\u202e" in text
 
 
