@@ -1,4 +1,4 @@
-"""Fuse a model from Python and look at the report.
+"""Fuse an export that you have from Python, and look at the report: on the terminal, and as a page beside the model.
 
 python examples/fuse_in_python.py IN.onnx OUT.onnx
 """
@@ -12,7 +12,7 @@ import deltafuse
 
 def main(source: str, output: str) -> int:
     try:
-        report = deltafuse.fuse(source, output)
+        report = deltafuse.fuse(source, output, report=f"{output}.html")
     except deltafuse.DeltaFuseError as error:  # bad input, no onnxruntime, ...: one clear line
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -27,6 +27,7 @@ def main(source: str, output: str) -> int:
     # The new model is in the report too, as onnx_ir.Model and, converted, as onnx.ModelProto.
     calls = [node for node in report.to_proto().graph.node if node.domain == "deltafuse"]
     print(f"{len(calls)} fused nodes: {', '.join(node.op_type for node in calls) or 'none'}")
+    print(f"what was done, and why it can be trusted: {output}.html")
     return 0
 
 

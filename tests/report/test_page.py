@@ -12,6 +12,7 @@ import deltafuse
 import onnx_ir as ir
 import pytest
 from deltafuse import report_html
+from deltafuse.assigned import Assignment, NodeAssignment
 from deltafuse.cli import app
 from deltafuse.fusions.result import QuantizationReport, QuantizedTensor
 from deltafuse.report_html_picture import picture
@@ -210,3 +211,18 @@ def test_the_command_line_writes_it(tmp_path: Path) -> None:
     assert "nothing changed" in said and "One token" in said
     wrong = call(app, ["fuse", str(path), "--dry-run", "--times", str(tmp_path / "bench.json")])
     assert wrong.exit_code == 2 and "ends in .html" in wrong.output
+
+
+def test_who_runs_what() -> None:
+    nodes = [
+        NodeAssignment("CPUExecutionProvider", "", "Add", "a"),
+        NodeAssignment("DeltaFuseExecutionProvider", "deltafuse", "KimiDeltaAttention", "kda_0"),
+        NodeAssignment("", "deltafuse", "LatentAttention", "mla_1", "head_dim 7: <b>no kernel</b>"),
+        NodeAssignment("", "deltafuse", "KimiDeltaAttention", "kda_2", "too wide", "com.microsoft::LinearAttention"),
+    ]
+    report = hostile.report(["a"])
+    shown = picture(hostile.model(["a"]), report)
+    text = report_html.page(report, shown, assignment=Assignment(nodes, note="no GPU: a note"))
+    said = " ".join(" ".join(outline(text).text).split())
+    for part in ("kda_0", "head_dim 7: <b>no kernel</b>", "com.microsoft::LinearAttention", "its ONNX body", "a note"):
+        assert part in said, part
