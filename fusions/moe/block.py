@@ -110,6 +110,20 @@ def clamp_settings(mlp: Mlp) -> dict[str, object]:
     }
 
 
+def _form(slabs: Slabs) -> str:
+    """How the matrices are made from the constants, in words that differ where they differ; long parts once each."""
+    long: dict[object, int] = {}
+    placed = [
+        [
+            (s.expert, s.out, s.into, long.setdefault(s.rows, len(long)), s.seen.axes)
+            + tuple(long.setdefault(p.picks, len(long)) for p in s.seen.parts)
+            for s in pieces
+        ]
+        for pieces in slabs
+    ]
+    return repr((placed, list(long)))
+
+
 def short(number: float) -> float:
     """The shortest decimal of a float32 number."""
     return float(str(np.float32(number)))
@@ -123,9 +137,7 @@ def matrix_parameters(name: str, slabs: Slabs, kind: str, zero: bool, dtype: ir.
     cols = slabs[0][0].seen.shape[slabs[0][0].into]
     experts = len(slabs) if len(slabs) > 1 else slabs[0][0].seen.shape[slabs[0][0].expert] if stacked else None  # type: ignore[index]
     lead = () if experts is None else (experts,)
-    form = repr(
-        [[(s.expert, s.out, s.into, s.rows, s.seen.axes, [p.picks for p in s.seen.parts]) for s in p] for p in slabs]
-    )
+    form = _form(slabs)
     noise = cols**-0.5
     found: dict[str, Parameter] = {}
 

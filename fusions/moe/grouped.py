@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..graph import attribute_int, attribute_string
+from ..graph import INTEGER_TYPES, attribute_int, attribute_string
 from .forms import Routed, linears
 from .linear import Linear, read_linear
 from .mlp import read_mlp
@@ -231,6 +231,8 @@ class _Grouped:
             return False
         if not r.is_filled(node.inputs[0], 0.0) or not r.is_filled(node.inputs[2], 1.0):
             return False
+        if node.outputs[0].dtype not in (ir.DataType.FLOAT, *INTEGER_TYPES):
+            return False  # 16 bits count to 2048 or less
         bins = self._bins(r, node.inputs[1])
         return bins is not None and bool(np.array_equal(bins, np.arange(self.router.experts)))
 

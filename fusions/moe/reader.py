@@ -108,6 +108,12 @@ class Reader:
             return None
         return producer
 
+    def is_move(self, node: ir.Node) -> bool:
+        """Does a node move data in a way that no computed number has a say in?"""
+        rest = [v for v in node.inputs[1:] if v is not None]
+        one = is_op(node, *_OF_ONE) and not rest
+        return one or (is_op(node, *MOVES) and all(self.view.is_const(v) for v in rest))
+
     def trail(self, value: ir.Value) -> list[ir.Value]:
         """The value and those that it was moved from, latest first; marks nothing."""
         found = [value]

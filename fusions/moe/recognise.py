@@ -38,10 +38,6 @@ from .tail import End, read_ends
 #: Ops that compute shapes and nothing else.
 _SHAPES = frozenset("Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split())
 
-#: Ops whose result's shape hangs on values.
-_SIZED_BY_VALUES = ("Compress", "If", "Loop", "NonZero", "Range", "Scan", "Unique")
-
-
 def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
     """Candidates at a router, the most complete first, or why there is none."""
     reader, router = site.reader, site.router
@@ -125,14 +121,15 @@ def _candidate(
     if shared is not None:
         inputs += [shared.mlp.gate.linear.x, *([shared.mlp.up.linear.x] if shared.mlp.up else [])]
         inputs += [shared.gate.x] if shared.gate is not None else []
+    computed = routed.experts[0].down.y.dtype or end.y.dtype
     x = None
     if layer is not None:
-        x = _common(reader, [*inputs, layer.x], hidden, end.y)
+        x = _common(reader, [*inputs, layer.x], hidden, end.y, computed)
         if x is not None and _narrows(reader, layer.x, x):
             layer, x = None, None
     if layer is None or x is None:
         layer = None
-        x = _common(reader, inputs, hidden, end.y)
+        x = _common(reader, inputs, hidden, end.y, computed)
     if x is None:
         return Refusal("input", f"experts and shared expert do not read the same {hidden} channels", site.name)
     settings: dict[str, Any] = {
@@ -242,17 +239,19 @@ def _candidate(
     return type_refusal(candidate) or candidate
 
 
-def _common(reader: Reader, inputs: list[ir.Value], hidden: int, y: ir.Value) -> ir.Value | None:
-    """The earliest value that all inputs are moved from; one of the result's own rank and type is best."""
+def _common(
+    reader: Reader, inputs: list[ir.Value], hidden: int, y: ir.Value, dtype: ir.DataType | None
+) -> ir.Value | None:
+    """The earliest value that all inputs are moved from; one of the type that experts compute in and of the result's
+    rank is best."""
     trails = [reader.trail(v) for v in dict.fromkeys(inputs)]
     shared = [v for v in trails[0] if all(v in t for t in trails)]
     shared = [v for v in shared if (d := static_dims(v)) is not None and len(d) in (2, 3) and d[-1] == hidden]
     if not shared:
         return None
 
-    def fitness(value: ir.Value) -> tuple[bool, bool, bool]:
-        rank = len(value.shape or ()) == len(y.shape or ())
-        return rank, value.dtype == y.dtype, value.dtype not in HALF
+    def fitness(value: ir.Value) -> tuple[bool, bool]:
+        return value.dtype == dtype, len(value.shape or ()) == len(y.shape or ())
 
     best = max(reversed(shared), key=fitness)
     for trail in trails:
@@ -301,7 +300,7 @@ def _unknown(view: GraphView, reader: Reader, region: Region, borders: list[ir.V
     for node in region.nodes:
         if node in reader.marks or node in shapes or all(view.is_const(v) for v in node.outputs):
             continue
-        if node not in needed and not is_op(node, *_SIZED_BY_VALUES):
+        if node not in needed and reader.is_move(node):
             continue
         return f"{node.op_type} {node.name!r} is no step of experts that is known"
     return None
