@@ -1,0 +1,116 @@
+"""Every export of latent attention alone: fused, and right against the export and against PyTorch."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+import pytest
+from deltafuse.fusions.pipeline import fuse_model
+from exports import library
+
+from . import kit
+
+MLA = [n for n in library.names("mla") if library.export(n).mla]
+REFUSED = [n for n in library.names("mla") if not library.export(n).mla]
+#: What makes an attention: none may be left.
+ATTENTION = {"Softmax", "Attention", "IsNaN"}
+
+
+def configuration(name: str) -> dict[str, object]:
+    """The first fused block's attributes, as the report has them."""
+    _, report, _ = kit.fused(name)
+    return next(r.config for r in report.regions if r.op == "mla")
+
+
+@pytest.mark.parametrize("name", MLA)
+def test_it_is_fused(name: str) -> None:
+    """Counts, validity, and the same outputs at every length."""
+    export = library.export(name)
+    before, report, after = kit.fused(name)
+    assert report.count("mla") == export.mla, kit.why(report)
+    assert sum(n.op_type == "LatentAttention" and n.domain == "deltafuse" for n in after.graph.node) == export.mla
+    assert all(r.proof is not None and r.proof.proved for r in report.regions if r.status == "fused")
+    assert not ATTENTION & kit.ops(after.graph)
+    assert report.nodes_after < report.nodes_before
+    onnx.checker.check_model(after)
+    kit.same(before, after, *map(export.feeds, export.bindings), tolerance=export.tolerance)
+
+
+@pytest.mark.parametrize("name", [n for n in MLA if library.export(n).truth])
+def test_it_matches_pytorch(name: str) -> None:
+    export = library.export(name)
+    _, _, after = kit.fused(name)
+    session = library.session(after)
+    for case, (inputs, truth) in export.truths().items():
+        error, output = library.worst(library.run(session, inputs), truth)
+        assert error <= export.tolerance, f"{case}: {output} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    "name", ["mla_deepseek_v3_prefill", "mla_mistral4_decode", "mla_expanded_op24", "mla_static", "mla_bool_op23"]
+)
+def test_names_and_metadata_are_not_needed(name: str) -> None:
+    before, report, after = kit.fused(name, stripped=True)
+    export = library.export(name)
+    assert report.count("mla") == export.mla, kit.why(report)
+    kit.same(before, after, export.feeds(), tolerance=export.tolerance)
+
+
+@pytest.mark.parametrize("name", MLA)
+def test_the_interface_is_kept(name: str) -> None:
+    before, _, after = kit.fused(name)
+    for side in ("input", "output"):
+        old, new = getattr(before.graph, side), getattr(after.graph, side)
+        assert [v.name for v in new] == [v.name for v in old]
+        for a, b in zip(old, new, strict=True):
+            assert b.type.tensor_type.elem_type == a.type.tensor_type.elem_type, a.name
+            assert library.shape_of(b) == library.shape_of(a), a.name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_shown_to_be_right_is_refused_with_its_reason(name: str) -> None:
+    before, report, after = kit.fused(name)
+    refused = [r for r in report.regions if r.op == "mla"]
+    assert refused and all(r.status == "refused" and r.refusal is not None for r in refused)
+    kit.same(before, after, library.export(name).feeds({"S": 4}), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mla_half", "mla_absorbed", "mla_packed", "mla_mistral4_prefill"])
+def test_portable_target_uses_standard_ops_only(name: str) -> None:
+    export = library.export(name)
+    before = export.proto()
+    report = fuse_model(ir.from_proto(before), target="portable")
+    assert report.count("mla") == export.mla and report.model is not None
+    after = ir.to_proto(report.model)
+    assert {n.domain for n in after.graph.node} <= {"", "ai.onnx"}
+    assert not after.functions
+    kit.same(before, after, *map(export.feeds, export.bindings))
+
+
+def test_masks_are_read_in_closed_form() -> None:
+    """Made in the graph, they need no operand; given ones, and rows that may be without a key, do."""
+    for name in ("mla_half", "mla_deepseek_v3_prefill", "mla_deepseek_v3_decode", "mla_causal_op23", "mla_causal_op20"):
+        assert configuration(name)["causal"] == 1 and not configuration(name)["has_mask"], name
+    for name in ("mla_window", "mla_window_decode"):
+        assert configuration(name)["window"] == 5 and not configuration(name)["has_mask"], name
+    for name in ("mla_given", "mla_bool", "mla_deepseek_v32_prefill"):
+        assert configuration(name)["has_mask"], name
+
+
+def test_rotations_and_caches_are_what_they_are() -> None:
+    for name, rope in {"mla_half": "half", "mla_hub_bias": "deinterleaved", "mla_nope": "none"}.items():
+        assert configuration(name)["rope"] == rope, name
+    assert configuration("mla_expanded")["rope"] == "interleaved"
+    caches = {"mla_expanded": "expanded", "mla_packed": "latent", "mla_static": "expanded", "mla_half": "none"}
+    for name, cache in caches.items():
+        assert configuration(name)["cache"] == cache, name
+    assert configuration("mla_packed")["packed_cache"] and configuration("mla_static")["static_cache"]
+    assert configuration("mla_mistral4_decode")["has_q_scale"]
+
+
+def test_weights_are_not_copied() -> None:
+    """The node reads the graph's own weight."""
+    before, _, after = kit.fused("mla_half")
+    old = {t.name for t in before.graph.initializer}
+    node = next(n for n in after.graph.node if n.op_type == "LatentAttention")
+    assert node.input[3] in old
