@@ -241,7 +241,7 @@ def _placements(
     made: list[tuple[str, Mapping[str, Any], Sequence[Mapping[str, Any]], str]] = []
     if assignment is not None:
         ours = [vars(node) for node in assignment if not node.ep or node in assignment.fused]
-        made.append(("", assignment.counts(), ours, assignment.note))
+        made.append(("of this model", assignment.counts(), ours, assignment.note))
     for found in measured:
         if isinstance(found.get("nodes"), Mapping):
             made.append((f"run on {found.get('device', '')}", found["nodes"], (), str(found.get("note") or "")))

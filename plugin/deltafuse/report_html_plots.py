@@ -132,20 +132,20 @@ def times(bench: Mapping[str, Any]) -> Html:
 
 def placement(found: Iterable[tuple[str, Mapping[str, Any], Sequence[Mapping[str, Any]], str]]) -> Html:
     """Who runs what: for each session its name, nodes by execution provider, fused nodes, and a note."""
-    parts = []
+    rows, after = [], []
     for name, counts, fused, note in found:
         total = sum(int(count) for count in counts.values()) or 1
-        rows = [
-            [text(ep or "none: refused by the plugin"), number(int(count)), bar(int(count) / total, "now")]
-            for ep, count in sorted(counts.items(), key=lambda item: -int(item[1]))
-        ]
-        parts.append(tag("h3", text(name)) if name else Html(""))
-        parts.append(table(["execution provider", "nodes", ""], rows, (1,)))
+        for number_, (ep, count) in enumerate(sorted(counts.items(), key=lambda item: -int(item[1]))):
+            who = ep or "no kernel: written out, or another op's"
+            shown = "" if number_ else name
+            rows.append([text(shown), text(who), number(int(count)), bar(int(count) / total, "now")])
         if fused:
-            parts.append(table(["fused node", "name", "runs on", "why not ours"], [_placed(node) for node in fused]))
+            after.append(table(["fused node", "name", "runs on", "why not ours"], [_placed(node) for node in fused]))
         if note:
-            parts.append(paragraph(note, "note"))
-    return join(parts)
+            after.append(paragraph(note, "note"))
+    if not rows:
+        return Html("")
+    return join([table(["session", "execution provider", "nodes", ""], rows, (2,)), *after])
 
 
 def _placed(node: Mapping[str, Any]) -> list[Html]:
