@@ -49,17 +49,17 @@ def spec_tables(
     )
 
 
-def between_markers(text: str, generated: str) -> str:
+def between_markers(text: str, generated: str, begin_marker: str = BEGIN) -> str:
     """``text`` with what lies between the markers replaced by ``generated``.
 
     Raises:
         ValueError: a marker is missing.
     """
-    head, begin, rest = text.partition(BEGIN)
+    head, begin, rest = text.partition(begin_marker)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"no {BEGIN!r} and {END!r} in the text")
-    return f"{head}{BEGIN}\n\n{generated}\n\n{END}{tail}"
+        raise ValueError(f"no {begin_marker!r} and {END!r} in the text")
+    return f"{head}{begin_marker}\n\n{generated}\n\n{END}{tail}"
 
 
 def write_readme(path: str, generated: str) -> None:
