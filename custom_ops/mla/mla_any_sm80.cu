@@ -239,6 +239,9 @@ __global__ void __launch_bounds__(kThreads) any_kernel(const AnyArgs a) {
   }
 }
 
+// A row of floats in shared memory, in whole 16-byte units: the compiler reads it so.
+int row_bytes(int width) { return (4 * width + 15) / 16 * 16; }
+
 dim3 tokens_and_heads(const Params& p) { return dim3(static_cast<unsigned>(p.batch * p.seq_len), p.num_heads); }
 
 template <typename T, bool kAbsorbed, int kColumns>
@@ -278,21 +281,21 @@ int any_widest() { return kWidest; }
 
 cudaError_t launch_absorb(const AbsorbArgs& a, bool, cudaStream_t stream) {
   return with_type(a.p.dtype, [&](auto zero) {
-    absorb_kernel<decltype(zero)><<<tokens_and_heads(a.p), kThreads, 4 * a.p.qk_nope_head_dim, stream>>>(a);
+    absorb_kernel<decltype(zero)><<<tokens_and_heads(a.p), kThreads, row_bytes(a.p.qk_nope_head_dim), stream>>>(a);
     return cudaGetLastError();
   });
 }
 
 cudaError_t launch_project(const ProjectArgs& a, bool, cudaStream_t stream) {
   return with_type(a.p.dtype, [&](auto zero) {
-    project_kernel<decltype(zero)><<<tokens_and_heads(a.p), kThreads, 4 * a.p.kv_lora_rank, stream>>>(a);
+    project_kernel<decltype(zero)><<<tokens_and_heads(a.p), kThreads, row_bytes(a.p.kv_lora_rank), stream>>>(a);
     return cudaGetLastError();
   });
 }
 
 cudaError_t launch_expand(const ExpandArgs& a, cudaStream_t stream) {
   return with_type(a.p.dtype, [&](auto zero) {
-    expand_kernel<decltype(zero)><<<tokens_and_heads(a.p), kThreads, 4 * a.p.kv_lora_rank, stream>>>(a);
+    expand_kernel<decltype(zero)><<<tokens_and_heads(a.p), kThreads, row_bytes(a.p.kv_lora_rank), stream>>>(a);
     return cudaGetLastError();
   });
 }

@@ -71,18 +71,37 @@ struct Item {
   }
 };
 
-// Goes through this block's share of the work; the next part is looked up before this one is begun.
+// A block's share of the work: neighbours, so that its next part is mostly of the same sequence and needs no other
+// queries; but where a part is read for several row blocks, they run side by side and share it in the L2 cache.
+struct Share {
+  int from, to, step;
+  Part first;
+
+  __device__ explicit Share(const DecodeKernelArgs& k) {
+    const int block = blockIdx.x, blocks = gridDim.x;
+    first = k.a.parts[1 + block / k.row_blocks];  // on its way together with the number of parts
+    const int all = k.a.parts->b * k.row_blocks;
+    if (k.row_blocks > 1 || all <= blocks) {
+      from = block, to = all, step = blocks;
+      return;
+    }
+    from = static_cast<int>(int64_t(block) * all / blocks), to = static_cast<int>(int64_t(block + 1) * all / blocks);
+    step = 1;
+    first = k.a.parts[1 + from];
+  }
+};
+
+// The next part is looked up before this one is begun. body(item, fresh, next part): fresh where other queries are
+// needed than before.
 template <typename Body>
-__device__ __forceinline__ void for_each_item(const DecodeKernelArgs& k, int all, Body body) {
-  const Part* parts = k.a.parts + 1;
-  int work = blockIdx.x;
-  if (work >= all) return;
-  Part part = parts[k.row_blocks == 1 ? work : work / k.row_blocks];
-  while (work < all) {
-    const int next = work + gridDim.x;
-    const Part next_part = parts[next >= all ? 0 : k.row_blocks == 1 ? next : next / k.row_blocks];
-    body(Item(k, part, work));
-    work = next;
+__device__ __forceinline__ void for_each_item(const DecodeKernelArgs& k, const Share& share, Body body) {
+  Part part = share.first;
+  bool fresh = true;
+  for (int work = share.from; work < share.to; work += share.step) {
+    const int next = work + share.step < share.to ? work + share.step : work;
+    const Part next_part = k.a.parts[1 + (k.row_blocks == 1 ? next : next / k.row_blocks)];
+    body(Item(k, part, work), fresh, next_part);
+    fresh = k.row_blocks > 1 || next_part.b != part.b;
     part = next_part;
   }
 }
@@ -236,8 +255,8 @@ __device__ void fetch(const DecodeKernelArgs& k, const CUtensorMap* latent_map, 
 // -- scores and softmax
 // -------------------------------------------------------------------------------------------------
 template <typename T, CacheType kType, bool kMask>
-__device__ void scores(const DecodeKernelArgs& k, const Item& item, int turn, int& count, unsigned char* tiles,
-                       unsigned char* q, unsigned char* weights, Small* small) {
+__device__ void scores(const DecodeKernelArgs& k, const Item& item, const Part& next, int turn, int& count,
+                       unsigned char* tiles, unsigned char* q, unsigned char* weights, Small* small) {
   const Params& p = k.a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rows = static_cast<int>(p.seq_len) * p.num_heads;
@@ -272,7 +291,7 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, int turn, in
     total_sum = __fmaf_rn(leaf_sum, add, __fmul_rn(total_sum, keep));
     summed = -1;
   };
-  const uint64_t q_operand = ptx::descriptor(uniform(ptx::shared_address(q)));
+  const uint32_t q_operand = uniform(static_cast<uint32_t>(ptx::descriptor(ptx::shared_address(q))));
   int in_leaf = 0;  // tiles
   bool first_leaf = true;
   ptx::mbar_wait(&small->q_full, turn & 1);
@@ -291,15 +310,15 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, int turn, in
     }
     // Several sums, so that products need not wait for one another.
     float acc[16], others[kChains - 1][16];
-    const uint64_t tile_operand = ptx::descriptor(uniform(ptx::shared_address(tile)));
+    const uint32_t tile_operand = uniform(static_cast<uint32_t>(ptx::descriptor(ptx::shared_address(tile))));
     ptx::wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (kLatent + kRotary) / 64; ++c) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         ptx::wgmma_n32<0, 0>(j % kChains == 0 ? acc : others[j % kChains - 1],
-                             tile_operand + (c * kBlock + j * 32) / 16, q_operand + (c * kQueryBlock + j * 32) / 16,
-                             c * 4 + j >= kChains, T{});
+                             ptx::further(tile_operand, c * kBlock + j * 32),
+                             ptx::further(q_operand, c * kQueryBlock + j * 32), c * 4 + j >= kChains, T{});
       }
     }
     ptx::wgmma_commit();
@@ -313,7 +332,7 @@ __device__ void scores(const DecodeKernelArgs& k, const Item& item, int turn, in
       for (int x = 0; x < 16; ++x) acc[x] += others[j][x];
     }
 
-    if (i == item.tiles - 1 && lane == 0) ptx::mbar_arrive(&small->q_empty);
+    if (i == item.tiles - 1 && lane == 0 && (k.row_blocks > 1 || next.b != item.b)) ptx::mbar_arrive(&small->q_empty);
     // acc[4 j + 2 i + e]: key warp * 16 + g + 8 i, column 8 j + 2 t + e.
     float here[8];
 #pragma unroll
@@ -456,8 +475,10 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, const Item& item, int& c
         }
       }
     }
-    const uint64_t tile = ptx::descriptor(uniform(ptx::shared_address(tiles + stage * kTileBytes) + half * 4 * kBlock));
-    const uint64_t w = ptx::descriptor(uniform(ptx::shared_address(weights + buffer * kWeightBytes)));
+    const uint32_t tile = uniform(
+        static_cast<uint32_t>(ptx::descriptor(ptx::shared_address(tiles + stage * kTileBytes) + half * 4 * kBlock)));
+    const uint32_t w =
+        uniform(static_cast<uint32_t>(ptx::descriptor(ptx::shared_address(weights + buffer * kWeightBytes))));
 #pragma unroll
     for (int m = 0; m < 4; ++m) ptx::keep(leaf[m]);
     ptx::wgmma_fence();
@@ -465,7 +486,8 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, const Item& item, int& c
     for (int j = 0; j < kTile / 16; ++j) {
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        ptx::wgmma_n32<1, 0>(leaf[m], tile + (m * kBlock + j * 2048) / 16, w + j * 2, in_leaf + j > 0, T{});
+        ptx::wgmma_n32<1, 0>(leaf[m], ptx::further(tile, m * kBlock + j * 2048), ptx::further(w, j * 32),
+                             in_leaf + j > 0, T{});
       }
     }
     ptx::wgmma_commit();
@@ -541,31 +563,35 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   ptx::launch_dependents();
   ptx::wait_prior_grid();
 
-  // Items are dealt round; tiles of the next are fetched while this one's sums are written.
-  const int group = threadIdx.x / 128, all = k.a.parts->b * k.row_blocks;
-  int count = 0, turn = 0;  // tiles and items so far
+  // Tiles of the next item are fetched while this one's sums are written.
+  const Share share(k);
+  const int group = threadIdx.x / 128;
+  int count = 0, turn = 0;  // tiles, and times that queries came
   if (group == 0) {
     ptx::set_registers_more<kScoreRegisters>();
-    for_each_item(k, all,
-                  [&](const Item& item) { scores<T, kType, kMask>(k, item, turn++, count, tiles, q, weights, small); });
+    for_each_item(k, share, [&](const Item& item, bool fresh, const Part& next) {
+      if (fresh) ++turn;
+      scores<T, kType, kMask>(k, item, next, turn - 1, count, tiles, q, weights, small);
+    });
   } else if (group == 3) {
     ptx::set_registers_less<kFetchRegisters>();
     if (kType == CacheType::kSame && threadIdx.x % 128 != 0) return;
-    for_each_item(k, all, [&](const Item& item) {
-      // The first queries come before the first tile; later ones wait for the last products of the item before.
+    for_each_item(k, share, [&](const Item& item, bool fresh, const Part&) {
+      // The first queries come before the first tile; later ones wait for the last products that take the ones before.
       fetch<T, kType>(
           k, &latent_map, &rope_map, item, count, tiles, raw, small,
           [&] {
             if (turn == 0) fetch_queries(k, &q_map, item, turn, q, small);
           },
           [&] {
-            if (turn > 0) fetch_queries(k, &q_map, item, turn, q, small);
-            ++turn;
+            if (turn > 0 && fresh) fetch_queries(k, &q_map, item, turn, q, small);
+            if (fresh) ++turn;
           });
     });
   } else {
     ptx::set_registers_more<kSumRegisters>();
-    for_each_item(k, all, [&](const Item& item) { weighted_sum<T>(k, item, count, tiles, weights, small); });
+    for_each_item(k, share,
+                  [&](const Item& item, bool, const Part&) { weighted_sum<T>(k, item, count, tiles, weights, small); });
   }
 #endif
 }

@@ -149,6 +149,11 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t lead =
   return uint64_t((address & 0x3FFFF) >> 4) | (uint64_t(lead >> 4) << 16) | (uint64_t(1024 >> 4) << 32) |
          (uint64_t(1) << 62);
 }
+// The same operand `bytes` further on, in 32-bit arithmetic.
+__device__ __forceinline__ uint64_t further(uint32_t low, uint32_t bytes) {
+  constexpr uint64_t kHigh = (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
+  return kHigh | (low + bytes / 16);
+}
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N>

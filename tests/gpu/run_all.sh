@@ -106,7 +106,10 @@ sanitizer() { # NAME TOOL COMMAND...
 
 for chosen in $steps; do
   case $chosen in
-    kernels) step kernels 500 "${tests[@]}" tests/gpu/test_kda_cuda.py ;;
+    kernels)
+      step kernels 500 "${tests[@]}" tests/gpu/test_kda_cuda.py
+      step kernels-mla 500 "${tests[@]}" tests/gpu/test_mla_cuda.py
+      ;;
     ep) step ep 420 "${tests[@]}" tests/gpu/test_ep_cuda.py tests/gpu/test_ep_mla_cuda.py tests/gpu/test_ep_life_cuda.py ;;
     plugin) # beside a CUDA plugin EP, in a process of its own: what is registered stays
       if [ -z "$cuda_plugin" ]; then
@@ -123,6 +126,7 @@ for chosen in $steps; do
       fi
       for tool in memcheck racecheck initcheck synccheck; do
         sanitizer "sanitizer-$tool" "$tool" "$python" tests/gpu/sanitize_kda.py
+        sanitizer "sanitizer-mla-$tool" "$tool" "$python" tests/gpu/sanitize_mla.py
       done
       # The EP alone: its allocator, copies and kernels, without the CUDA EP's own work. No host backtraces: the tool
       # would keep Python's frames for them, and with these the sessions that a test lets go of.
