@@ -18,7 +18,7 @@ from .mla.fuse import FuseMla
 from .moe.fuse import FuseMoe
 from .passes import Pass, PassManager, Progress
 from .proof import ProofBudget
-from .quantize import Quantize, RaiseOpset
+from .quantize import Quantize, RaiseOpset, Sources
 from .result import FusionReport, PassReport
 from .rewrite import remove_unused
 
@@ -95,7 +95,7 @@ def fuse_model(
         if fusions is None or fuser.op.key in fusions
     ]
     passes: list[Pass] = [*cleanup_passes(), *(other() for other in outside.passes), *fusers]
-    quantizer = Quantize(quantize, statistics, progress) if quantize and not dry_run else None
+    quantizer = Quantize(quantize, statistics, progress, Sources(work)) if quantize and not dry_run else None
     if quantizer is not None:
         passes = [RaiseOpset(quantizer.schemes), *passes, quantizer]
     if target == "portable" and not dry_run:

@@ -15,7 +15,7 @@ from ...custom_ops.moe.call import attach, make_node, read_call
 from ...custom_ops.moe.quantize import QuantizedStack, effective_blocks, quantize_stack
 from ...custom_ops.moe.spec import DOMAIN, INPUTS, MATRICES, OP_TYPE, PLAIN_FORMATS, MoeConfig
 from ..result import QuantizedTensor
-from .initializers import Names, add_initializer
+from .initializers import Names, Sources, add_initializer
 
 Log = Callable[[str], None]
 
@@ -43,15 +43,31 @@ def quantized_config(config: MoeConfig, scheme: Scheme) -> MoeConfig:
     )
 
 
+#: Experts after which the files that were read are unmapped.
+_UNMAP_AFTER = 8
+
+
 def _stack(
-    value: ir.Value, scheme: Scheme, dtype: ir.DataType, spill: SpillFile, statistics: Statistics | None
+    value: ir.Value,
+    scheme: Scheme,
+    dtype: ir.DataType,
+    spill: SpillFile,
+    statistics: Statistics | None,
+    sources: Sources | None,
 ) -> QuantizedStack:
     assert value.const_value is not None
+
+    def read(done: int) -> None:
+        if sources is not None and done % _UNMAP_AFTER == 0:
+            sources.unmap()
+
     found = None
     for scale_dtype in (dtype, ir.DataType.FLOAT):
-        found = quantize_stack(value.const_value, scheme, scale_dtype, spill, lambda _: statistics)
+        found = quantize_stack(value.const_value, scheme, scale_dtype, spill, lambda _: statistics, read)
         if found is not None:
             break
+    if sources is not None:
+        sources.unmap()
     assert found is not None
     return found
 
@@ -64,6 +80,7 @@ def quantize_experts(
     names: Names,
     log: Log,
     progress: Callable[[int, int], None],
+    sources: Sources | None = None,
 ) -> list[QuantizedTensor]:
     """Quantize the experts of every fused node whose weights are floats and constants.
 
@@ -74,6 +91,7 @@ def quantize_experts(
         names: makes unique names.
         log: takes what was left alone, and why.
         progress: called with (nodes done, nodes).
+        sources: the files that the weights are read from.
     """
     nodes = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) == (DOMAIN, OP_TYPE)]
     done: list[QuantizedTensor] = []
@@ -107,7 +125,7 @@ def quantize_experts(
             use = seen if name.endswith("gate_up") else None
             stack = shared.get(before)
             if stack is None:
-                stack = shared[before] = _stack(before, scheme, dtype, spill, use)
+                stack = shared[before] = _stack(before, scheme, dtype, spill, use, sources)
             parts = {"weight": stack.weight, "scale": stack.scale, "zero_point": stack.zero_point}
             for part, tensor in parts.items():
                 if tensor is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 
@@ -40,15 +40,36 @@ def add_initializer(model: ir.Model, names: Names, stem: str, tensor: ir.TensorP
     return value
 
 
-def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initializers of the main graph and its subgraphs."""
+def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Of all initializers of the main graph and its subgraphs."""
     graphs = [model.graph]
-    total = 0
     while graphs:
         graph = graphs.pop()
-        total += sum(v.const_value.nbytes for v in graph.initializers.values() if v.const_value is not None)
+        yield from (v.const_value for v in graph.initializers.values() if v.const_value is not None)
         for node in graph:
             for attribute in node.attributes.values():
                 if attribute.type == ir.AttributeType.GRAPH:
                     graphs.append(attribute.as_graph())
-    return total
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initializers of the main graph and its subgraphs."""
+    return sum(tensor.nbytes for tensor in _tensors(model))
+
+
+class Sources:
+    """The files that a model's weights are in, as it was before weights were put together in new ways.
+
+    Reading a tensor maps its file, and what was read of a map counts as the process's memory until it is unmapped.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._external = [tensor for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor)]
+
+    def unmap(self) -> None:
+        """Unmap what is mapped. The next reading maps it again."""
+        for tensor in self._external:
+            try:
+                tensor.release()
+            except BufferError:  # somebody holds an array of it
+                continue

@@ -15,7 +15,7 @@ from ..result import PassReport, QuantizationReport
 from ..rewrite import remove_unused
 from .dense import needed_opset, quantize_dense
 from .experts import quantize_experts
-from .initializers import names_of, weight_bytes
+from .initializers import Sources, names_of, weight_bytes
 from .opset import raise_opset
 
 
@@ -44,13 +44,17 @@ class Quantize(Pass):
         schemes: Mapping[str, Scheme],
         statistics: Mapping[str, Statistics] | None = None,
         progress: Progress | None = None,
+        sources: Sources | None = None,
     ) -> None:
         """
         Args:
             schemes: by group (``spec.GROUPS``).
             statistics: of activations, by their value's name, or None.
+            progress: called with (what, done, total).
+            sources: the files that the weights are read from.
         """
         self.schemes, self.statistics, self.progress = dict(schemes), dict(statistics or {}), progress
+        self.sources = sources
         self.result = QuantizationReport({group: str(scheme) for group, scheme in schemes.items()})
 
     def run(self, model: ir.Model, report: PassReport) -> None:
@@ -70,6 +74,7 @@ class Quantize(Pass):
                 self.schemes["experts"],
                 self.statistics,
                 SpillFile(),
+                sources=self.sources,
                 **told("experts"),  # type: ignore[arg-type]
             )
         if "dense" in self.schemes:

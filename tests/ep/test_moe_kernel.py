@@ -65,7 +65,7 @@ def test_corrupted_operands(case: str) -> None:
     check(FULL, inputs, run(plugin_session(call_model(FULL, inputs)), FULL, inputs), "float32")
 
 
-def test_runs_in_parallel_agree() -> None:
+def test_runs_of_threads_at_once_agree() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     config = CONFIGS["int4-128"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from deltafuse.custom_ops.common.quantize_matrix import Statistics
 from deltafuse.custom_ops.moe.call import read_call
 from deltafuse.custom_ops.moe.spec import MoeConfig
 from deltafuse.fusions.passes import PassManager
-from deltafuse.fusions.quantize import Quantize, RaiseOpset, parse_quantize
+from deltafuse.fusions.quantize import Quantize, RaiseOpset, Sources, parse_quantize
 from deltafuse.fusions.quantize.dense import MIN_ELEMENTS
 
 from .models import CONFIG, TYPES, Array, layer_model, run
@@ -211,3 +212,23 @@ def test_spellings() -> None:
     assert parse_quantize(" Experts = int4:128 , dense=none") == parse_quantize({"experts": "int4:128"})
     with pytest.raises(ValueError, match="expected text such as"):
         parse_quantize(3)  # type: ignore[arg-type]
+
+
+def test_files_of_weights_do_not_stay_mapped(tmp_path: Path) -> None:
+    """What was read of a map counts as memory: stacks that are put together from a file's tensors leave none mapped."""
+    ir.save(layer_model(layers=1), tmp_path / "model.onnx", external_data="model.data", size_threshold_bytes=0)
+    model = ir.load(tmp_path / "model.onnx")
+    sources = Sources(model)
+    external = [value.const_value for value in model.graph.initializers.values()]
+    for name in ("gate_up_weight", "down_weight"):
+        value = model.graph.initializers[f"layer0.{name}"]
+        whole = value.const_value
+        assert isinstance(whole, ir.ExternalTensor)
+        value.const_value = PartsTensor(
+            lambda i, whole=whole: whole.numpy()[i], whole.dtype, whole.shape.numpy(), name=value.name
+        )
+    quantizer = Quantize(parse_quantize("experts=int4:128"), sources=sources)
+    quantizer.call(model)
+    assert len(quantizer.result.tensors) == 4
+    mapped = [t.name for t in external if isinstance(t, ir.ExternalTensor) and t.raw is not None]
+    assert not [name for name in mapped if "weight" in str(name) and "shared" not in str(name)]
