@@ -113,14 +113,11 @@ def clamp_settings(mlp: Mlp) -> dict[str, object]:
 def _form(slabs: Slabs) -> str:
     """How the matrices are made from the constants, in words that differ where they differ; long parts once each."""
     long: dict[object, int] = {}
-    placed = [
-        [
-            (s.expert, s.out, s.into, long.setdefault(s.rows, len(long)), s.seen.axes)
-            + tuple(long.setdefault(p.picks, len(long)) for p in s.seen.parts)
-            for s in pieces
-        ]
-        for pieces in slabs
-    ]
+    placed = []
+    for pieces in slabs:
+        for s in pieces:
+            picks = [long.setdefault(p.picks, len(long)) for p in s.seen.parts]
+            placed.append((len(pieces), s.order, long.setdefault(s.rows, len(long)), s.seen.axes, picks))
     return repr((placed, list(long)))
 
 
@@ -238,4 +235,5 @@ def router_layer(reader: Reader, router: Router) -> Linear | None:
     layer = router.linear
     if layer is None or layer.seen.quantized or len(layer.seen.parts) != 1:
         return None
-    return None if any(v.dtype in HALF for v in reader.trail(router.logits)) else layer
+    start = layer.y if router.logits is None else router.logits
+    return None if any(v.dtype in HALF for v in reader.trail(start)) else layer

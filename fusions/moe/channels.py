@@ -150,7 +150,9 @@ class Channels:
     def _rule(self, node: ir.Node) -> None:
         kind = node.op_type
         rule = getattr(self, f"_{kind.lower()}", None)
-        if kind in _POINTWISE:
+        if kind == "FusedGemm":
+            self._gemm(node)
+        elif kind in _POINTWISE:
             self._pointwise(node)
         elif kind == "DequantizeLinear":
             self._copy_of(node, 0)

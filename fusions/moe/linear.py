@@ -89,6 +89,11 @@ def _bare(r: Reader, value: ir.Value | None) -> Linear | None:
     return None
 
 
+def read_gemm(r: Reader, node: ir.Node, value: ir.Value) -> Linear | None:
+    """The linear layer of a `Gemm`, or of ORT's `FusedGemm` before its activation."""
+    return r.attempt(_gemm, node, value)
+
+
 def _gemm(r: Reader, node: ir.Node, value: ir.Value) -> Linear | None:
     weights = r.attempt(_weights, node.inputs[1])
     if weights is None or attribute_float(node, "alpha", 1.0) != 1.0 or attribute_int(node, "transA", 0):

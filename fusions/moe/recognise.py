@@ -38,6 +38,7 @@ from .tail import End, read_ends
 #: Ops that compute shapes and nothing else.
 _SHAPES = frozenset("Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split())
 
+
 def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
     """Candidates at a router, the most complete first, or why there is none."""
     reader, router = site.reader, site.router
@@ -157,7 +158,10 @@ def _candidate(
     vectors: dict[str, ir.Value] = {}
     dtype = x.dtype or ir.DataType.FLOAT
     absorbed = [f"router ({describe(router)})", f"experts ({routed.form})"]
+    if layer is None and router.logits is None:
+        return Refusal("router-layer", "the router's layer and its sigmoid are one node", site.name)
     if layer is None:
+        assert router.logits is not None
         rank = len(router.logits.shape or ())
         axes: tuple[str | None, ...] = ("batch", "tokens", None)
         if rank == 2:
@@ -250,8 +254,9 @@ def _common(
     if not shared:
         return None
 
-    def fitness(value: ir.Value) -> tuple[bool, bool]:
-        return value.dtype == dtype, len(value.shape or ()) == len(y.shape or ())
+    def fitness(value: ir.Value) -> tuple[bool, bool, bool]:
+        kept = not any(_narrowed(trail[: trail.index(value)], value) for trail in trails)
+        return kept, value.dtype == dtype, len(value.shape or ()) == len(y.shape or ())
 
     best = max(reversed(shared), key=fitness)
     for trail in trails:
@@ -265,8 +270,11 @@ def _common(
 def _narrows(reader: Reader, value: ir.Value, x: ir.Value) -> bool:
     """Is a value cast to fewer bits on its way from x?"""
     trail = reader.trail(value)
-    between = trail[: trail.index(x)]
-    return x.dtype not in HALF and any(v.dtype in HALF for v in between)
+    return _narrowed(trail[: trail.index(x)], x)
+
+
+def _narrowed(values: list[ir.Value], x: ir.Value) -> bool:
+    return x.dtype not in HALF and any(v.dtype in HALF for v in values)
 
 
 def _result(x: ir.Value, y: ir.Value) -> Result | None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ..graph import attribute_int, attribute_string, is_op, static_dims
 from ..match import uncast
-from .linear import Linear, read_linear
+from .linear import Linear, read_gemm, read_linear
 from .reader import Reader, last_dim
 
 #: Fills that mean minus infinity to every float type that scores are computed in.
@@ -35,7 +35,8 @@ class Router:
     Attributes:
         ids, values: results of the `TopK`.
         scores: unbiased scores, before any mask.
-        logits: the scores' input; ``linear`` the layer that gives it, None where it is no linear layer with weights.
+        logits: the scores' input, None where one node gives the scores; ``linear`` the layer that gives them, None
+            where it is no linear layer with weights.
         narrowing: a cast to 16 bits between scores and choice.
     """
 
@@ -49,7 +50,7 @@ class Router:
     function: str
     bias: ir.Value | None
     groups: Groups | None
-    logits: ir.Value
+    logits: ir.Value | None
     linear: Linear | None
     narrowing: ir.Node | None
 
@@ -85,8 +86,17 @@ def read_router(r: Reader, topk: ir.Node) -> Router | None:
         if bias is None or len(other) != 1 or _size(bias) != experts:
             return None
         base = r.moved(other[0])
+    if base is None or last_dim(base) != experts:
+        return None
+    fused = r.attempt(_fused_sigmoid, base)
+    if fused is not None:
+        narrowing = r.marks.narrowing()
+        ids, values = topk.outputs[1], topk.outputs[0]
+        return Router(
+            topk, experts, int(count), ids, values, choice, base, "sigmoid", bias, groups, None, fused, narrowing
+        )
     producer = r.node(base, "Sigmoid", "Softmax")
-    if producer is None or base is None or last_dim(base) != experts:
+    if producer is None:
         return None
     if producer.op_type == "Softmax" and attribute_int(producer, "axis", -1) not in (-1, len(base.shape or ()) - 1):
         return None
@@ -127,6 +137,18 @@ def narrow_scores(router: Router) -> str | None:
 def _size(value: ir.Value) -> int | None:
     dims = static_dims(value)
     return None if dims is None or None in dims else int(np.prod(dims))  # type: ignore[arg-type]
+
+
+def _fused_sigmoid(r: Reader, value: ir.Value) -> Linear | None:
+    """The router's layer where ORT's optimiser has put the sigmoid into it."""
+    node = value.producer()
+    if node is None or node.domain != "com.microsoft" or node.op_type != "FusedGemm":
+        return None
+    if attribute_string(node, "activation", "") != "Sigmoid":
+        return None
+    r.marks.add(node)
+    found = read_gemm(r, node, value)
+    return None if found is None or found.expert is not None else found
 
 
 def _logits(r: Reader, value: ir.Value, experts: int) -> Linear | None:
