@@ -175,8 +175,8 @@ def worst(results: Arrays, truths: Arrays) -> tuple[float, str]:
 
 
 def real_layer(name: str, seed: int = 0, *, zeros: bool = False) -> onnx.ModelProto:
-    """A real-size layer, float16, hidden 2560, frozen at some tokens: ``kda_512`` or ``kda_2048`` (32 heads), ``moe_1``
-    or ``moe_64`` (64 experts).
+    """A real-size layer, float16, hidden 2560, frozen at some tokens: ``kda_512``, ``kda_2048``
+    or ``mla_2048`` (32 heads), ``moe_1`` or ``moe_64`` (64 experts).
 
     Its large weights are not stored; random float16 numbers of size 0.02 take their places, or zeros.
     """

@@ -23,6 +23,17 @@ def test_frozen_real_layers_are_proved_and_fused(name: str, tokens: int) -> None
     assert report.nodes_after < 30
 
 
+def test_frozen_latent_attention_is_proved_on_two_heads() -> None:
+    """All heads' scores of 2048 tokens would take 3 GiB: two heads prove all, in the default budget."""
+    report = fuse_model(ir.from_proto(library.real_layer("mla_2048")))
+    assert report.count("mla") == 1, kit.why(report)
+    proof = report.regions[0].proof
+    assert proof is not None and proof.proved
+    assert proof.heads == [0, 31]
+    assert report.regions[0].config["causal"] == 1
+    assert report.nodes_after < 12
+
+
 def test_a_frozen_layer_runs_fused() -> None:
     """The fused layer of 512 tokens, in stock ORT: finite, and no token sees a later one."""
     report = fuse_model(ir.from_proto(library.real_layer("kda_512")), verify=False)
