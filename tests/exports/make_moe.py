@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from .moe_quantized import quantized
+from .moe_quantized import gathered, quantized
 from .moe_side import Block, D, HalfRouter, Hashed, Layers, coarse
 from .pack import lean
 from .torch_side import export, fill
@@ -151,6 +151,7 @@ def variants(wanted: list[str]) -> None:
 QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_int4_gather": ("gather", {"kind": "int4", "block": 8}),
     "moe_uint4_stacked": ("stacked", {"kind": "uint4", "block": 8, "zero_point": True}),
+    "moe_int8_gathered": ("gather", {"kind": "int8", "block": 8}),
     "moe_int8_where": ("where", {"kind": "int8"}),
     "moe_uint8_dense": ("dense", {"kind": "uint8", "zero_point": True}),
     "moe_int4_dense": ("dense", {"kind": "int4", "block": 8}),
@@ -161,6 +162,7 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def already_quantized(name: str) -> None:
     style, settings = QUANTIZED[name]
+    step = gathered if name == "moe_int8_gathered" else quantized
     x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
     export(
         coarse(fill(Block(style))),
@@ -169,12 +171,12 @@ def already_quantized(name: str) -> None:
         dynamic=({1: S},),
         names=(["x"], ["y"]),
         opset=21,
-        after=lambda model: lean(quantized(**settings)(model)),
+        after=lambda model: lean(step(**settings)(model)),
         made=f"a hand-written MoE, {style}, its experts quantized as DequantizeLinear: {settings}",
         kda=0,
         moe=1,
         bindings=[{"S": 3}, {"S": 17}],
-        tags=("moe", "hand-written", "quantized"),
+        tags=("moe", "hand-written", *(["quantized"] if step is quantized else [])),
     )
 
 

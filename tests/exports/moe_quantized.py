@@ -54,7 +54,7 @@ def quantized(
                 continue
             weights = numpy_helper.to_array(tensor)
             stored, scale, zero, where = _quantize(weights, axis, kind, block, zero_point, per)
-            element, dtype = _TYPES[kind][:2]
+            dtype = _TYPES[kind][1]
             graph.initializer.remove(tensor)
             name = tensor.name
             graph.initializer.append(numpy_helper.from_array(stored.astype(dtype), f"{name}_stored"))
@@ -65,9 +65,41 @@ def quantized(
                 inputs.append(f"{name}_zero")
             attributes = {"axis": where, **({"block_size": block} if block else {})}
             made.append(helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}_dequantize", **attributes))
-            del element
         for node in reversed(made):
             graph.node.insert(0, node)
+        return model
+
+    return step
+
+
+def gathered(kind: str, block: int) -> Callable[..., onnx.ModelProto]:
+    """A step that quantizes stacked weights which are gathered for each choice, and dequantizes what was gathered."""
+
+    def step(model: onnx.ModelProto) -> onnx.ModelProto:
+        graph = model.graph
+        tensors = {t.name: t for t in graph.initializer}
+        nodes = []
+        for node in graph.node:
+            tensor = tensors.get(node.input[0]) if node.op_type == "GatherND" else None
+            if tensor is None or len(tensor.dims) != 3:
+                nodes.append(node)
+                continue
+            stored, scale, _, axis = _quantize(numpy_helper.to_array(tensor), 2, kind, block, False, "")
+            graph.initializer.remove(tensor)
+            parts = []
+            for part, array in (("stored", stored.astype(_TYPES[kind][1])), ("scale", scale.astype(np.float32))):
+                name = f"{tensor.name}_{part}"
+                graph.initializer.append(numpy_helper.from_array(array, name))
+                parts.append(f"{node.output[0]}_{part}")
+                nodes.append(helper.make_node("GatherND", [name, node.input[1]], [parts[-1]], name=parts[-1]))
+            name = f"{node.output[0]}_dequantize"
+            nodes.append(
+                helper.make_node(
+                    "DequantizeLinear", parts, [node.output[0]], name=name, axis=axis - 3, block_size=block
+                )
+            )
+        del graph.node[:]
+        graph.node.extend(nodes)
         return model
 
     return step

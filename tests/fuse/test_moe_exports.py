@@ -10,6 +10,7 @@ from deltafuse.custom_ops.moe.packing import unpack
 from deltafuse.fusions.pipeline import fuse_model
 from deltafuse.fusions.result import FusionReport
 from exports import library
+from exports.processed import TOOLS
 from exports.strip import strip
 from onnx import numpy_helper
 
@@ -56,6 +57,15 @@ def test_blocks_are_fused_and_give_the_same(name: str) -> None:
 def test_names_and_metadata_are_not_needed(name: str) -> None:
     report, _ = fused(strip(library.export(name).proto()))
     assert report.count("moe") == 1, kit.why(report)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("name", ["moe_gather", "moe_where_rows"])
+def test_blocks_are_found_after_other_tools(name: str, tool: str) -> None:
+    processed = TOOLS[tool](library.export(name).proto())
+    report, after = fused(processed)
+    assert report.count("moe") == 1, kit.why(report)
+    check_same(name, processed, after)
 
 
 @pytest.mark.parametrize("name", REFUSED)
