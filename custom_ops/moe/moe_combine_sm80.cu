@@ -6,31 +6,59 @@
 namespace deltafuse::moe {
 namespace {
 
-// A warp takes 128 columns of a row: the largest becomes 448.
+constexpr int kArrangeSlices = 4;
+
+// A warp takes a row, blocks of 128 bytes one after the other.
+template <typename T, bool kEight>
+__global__ void __launch_bounds__(256) arrange_kernel(ArrangeArgs a) {
+  if (static_cast<int>(blockIdx.x) >= *a.num_tiles) return;
+  const TokenTile tile = a.tiles[blockIdx.x];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = arranged_rows(tile.count);
+  const int64_t first = int64_t(tile.start) * a.out_blocks;
+  for (int r = blockIdx.y * 8 + warp; r < tile.count; r += 8 * kArrangeSlices) {
+    const int64_t row = a.rows ? a.rows[tile.start + r] : tile.start + r;
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    auto* out = static_cast<unsigned char*>(a.out);
+    if constexpr (!kEight) {
+#pragma unroll 2
+      for (int chunk = lane; chunk < a.out_blocks * 8; chunk += 32) {
+        uint4 words = make_uint4(0, 0, 0, 0);
+        if (chunk * 8 < a.cols) words = *reinterpret_cast<const uint4*>(x + chunk * 8);
+        const int64_t block = first + int64_t(chunk / 8) * count + r;
+        *reinterpret_cast<uint4*>(out + block * 128 + (chunk % 8 ^ (r & 7)) * 16) = words;
+      }
+    } else {  // the largest of 128 columns becomes 448
+#pragma unroll 4
+      for (int b = 0; b < a.out_blocks; ++b) {
+        const int col = b * 128 + lane * 4;
+        uint2 words = make_uint2(0, 0);
+        if (col < a.cols) words = *reinterpret_cast<const uint2*>(x + col);
+        const float2 low = unpack_pair(words.x, T()), high = unpack_pair(words.y, T());
+        float most = fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y)));
+        for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        const float by = most > 0.0f ? most / 448.0f : 1.0f, times = 1.0f / by;
+        const float v[4] = {low.x * times, low.y * times, high.x * times, high.y * times};
+        uint32_t packed = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          packed |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v[i], __NV_SATFINITE, __NV_E4M3)) << (8 * i);
+        }
+        const int64_t block = first + int64_t(b) * count + r;
+        *reinterpret_cast<uint32_t*>(out + block * 128 + (lane / 4 ^ (r & 7)) * 16 + lane % 4 * 4) = packed;
+        if (lane == 0) a.scale[block] = by;
+      }
+    }
+  }
+}
+
 template <typename T>
-__global__ void __launch_bounds__(256) quantize_kernel(const T* x, int64_t rows, int cols, int64_t x_stride,
-                                                       uint8_t* out, int out_stride, float* scale, int scale_stride) {
-  const int blocks = (cols + 127) / 128, lane = threadIdx.x % 32;
-  const int64_t index = (int64_t(blockIdx.x) * 256 + threadIdx.x) / 32;
-  if (index >= rows * blocks) return;
-  const int64_t row = index / blocks;
-  const int block = static_cast<int>(index % blocks), col = block * 128 + lane * 4;
-  float v[4], most = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    v[i] = col + i < cols ? to_float(x[row * x_stride + col + i]) : 0.0f;
-    most = fmaxf(most, fabsf(v[i]));
+void arrange(const ArrangeArgs& a, int64_t max_tiles, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(max_tiles), kArrangeSlices);
+  if (a.scale) {
+    arrange_kernel<T, true><<<grid, 256, 0, stream>>>(a);
+  } else {
+    arrange_kernel<T, false><<<grid, 256, 0, stream>>>(a);
   }
-  for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-  const float by = most > 0.0f ? most / 448.0f : 1.0f;
-  const float times = 1.0f / by;
-  uint32_t packed = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    packed |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v[i] * times, __NV_SATFINITE, __NV_E4M3)) << (8 * i);
-  }
-  *reinterpret_cast<uint32_t*>(out + row * out_stride + col) = packed;
-  if (lane == 0) scale[row * scale_stride + block] = by;
 }
 
 // A block a token. Experts are added in the order of the choice.
@@ -97,16 +125,11 @@ cudaError_t combine(const CombineArgs& a, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_quantize(const void* x, DType dtype, int64_t rows, int cols, int64_t x_stride, void* out,
-                            int out_stride, float* scale, int scale_stride, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>((rows * ((cols + 127) / 128) + 7) / 8);
-  auto* bytes = static_cast<uint8_t*>(out);
+cudaError_t launch_arrange(const ArrangeArgs& args, DType dtype, int64_t max_tiles, cudaStream_t stream) {
   if (dtype == DType::kFloat16) {
-    quantize_kernel<<<blocks, 256, 0, stream>>>(static_cast<const __half*>(x), rows, cols, x_stride, bytes, out_stride,
-                                                scale, scale_stride);
+    arrange<__half>(args, max_tiles, stream);
   } else {
-    quantize_kernel<<<blocks, 256, 0, stream>>>(static_cast<const __nv_bfloat16*>(x), rows, cols, x_stride, bytes,
-                                                out_stride, scale, scale_stride);
+    arrange<__nv_bfloat16>(args, max_tiles, stream);
   }
   return cudaGetLastError();
 }

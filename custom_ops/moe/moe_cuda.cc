@@ -1,10 +1,7 @@
-// Dispatch of the CUDA kernels of GroupedQMoE: what is refused, what a layer and a call need, and which kernels are
-// launched.
+// Dispatch of the CUDA kernels of GroupedQMoE: what a layer and a call need, and which kernels are launched.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <mutex>
 #include <new>
 
 #include "moe.h"
@@ -20,36 +17,9 @@ struct CudaLayer {
 
 namespace {
 
-template <typename... Values>
-const char* reason(const char* format, Values... values) {
-  thread_local char text[256];
-  std::snprintf(text, sizeof text, format, values...);
-  return text;
-}
 const char* failed(const char* what, cudaError_t status) { return reason("%s: %s", what, cudaGetErrorString(status)); }
 
-bool known(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 bool misaligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 != 0; }
-
-const char* refuse_matrix(const char* name, const Matrix& m, int cols) {
-  if (m.format < Format::kFloat || m.format > Format::kBFloat16)
-    return reason("%s: unknown format %d", name, int(m.format));
-  const bool plain = m.format == Format::kFloat || m.format == Format::kBFloat16;
-  if (m.block_size < 0 || m.block_rows < 1) {
-    return reason("%s: block_size %d, block_rows %d", name, m.block_size, m.block_rows);
-  }
-  if (plain && (m.block_size || m.block_rows != 1 || m.has_zero_point)) {
-    return reason("%s: block_size %d: the weights are not quantized", name, m.block_size);
-  }
-  if (m.block_rows != 1 && m.format != Format::kFloat8) {
-    return reason("%s: block_rows %d: integers have scales of their own for each row", name, m.block_rows);
-  }
-  if (m.has_zero_point && m.format == Format::kFloat8) return reason("%s: float8 has no zero points", name);
-  if ((m.format == Format::kInt4 || m.format == Format::kUInt4) && cols % 2) {
-    return reason("%s: rows of %d: 4-bit weights need an even number", name, cols);
-  }
-  return nullptr;
-}
 
 void describe(const Params& p, Packed* gate_up, Packed* down, Packed* shared_gate_up, Packed* shared_down) {
   const int joined = p.gated ? 2 : 1;
@@ -152,36 +122,42 @@ int chain_tokens(const Packed& first, const Packed& second, const Params& p, con
   const int two = on_hopper(p, false, device) ? gemm_sm90_tokens(second.pack) : kGemmTokens;
   return std::min(one, two);
 }
-bool quantizes(const Packed& w, const Params& p, bool activate, const DeviceInfo& device) {
-  return w.pack == Pack::kFloat8 && on_hopper(p, activate, device);
-}
+// 128-byte blocks of a row of the right operand that Hopper's kernel wants.
+int operand_blocks(const Packed& w) { return w.blocks() * (w.pack == Pack::kFloat8 ? 1 : 2); }
 
-// An expert chain's buffers: activations between the products, and results.
+// An expert chain's buffers.
 struct ChainParts {
-  unsigned char* h;
-  uint8_t* h8;
-  float* h8_scale;
-  unsigned char* out;
+  uint8_t *x, *h;            // arranged operands of the two products, where Hopper's kernel takes them
+  float *x_scale, *h_scale;  // float8
+  unsigned char* h_rows;     // natural rows between the products, where the first cannot leave the second's operand
+  unsigned char* out;        // [rows, hidden size]
   TokenTile* tiles;
   int32_t* num_tiles;
   int h_stride, tile_tokens;
   int64_t max_tiles;
+  bool first_hopper, second_hopper, direct;
 };
-ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, const Params& p, int64_t rows,
+ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, const Params& p, int64_t pairs,
                        const DeviceInfo& device) {
   ChainParts c{};
   const int64_t size = size_of(p.dtype);
+  const int64_t rows = pairs + 8 * std::min<int64_t>(pairs, first.count);  // experts begin at multiples of 8
+  c.first_hopper = on_hopper(p, true, device), c.second_hopper = on_hopper(p, false, device);
+  c.direct =
+      c.first_hopper && c.second_hopper && p.gated && (second.pack != Pack::kFloat8 || first.pack == Pack::kFloat8);
   c.h_stride = hidden_stride(first, second);
-  const bool eight = quantizes(second, p, false, device);
-  const bool direct = eight && quantizes(first, p, true, device) && p.gated;
-  c.h = parts.take<unsigned char>(direct ? 0 : rows * c.h_stride * size);
-  c.h8 = parts.take<uint8_t>(eight ? rows * c.h_stride : 0);
-  c.h8_scale = parts.take<float>(eight ? rows * (c.h_stride / 128) : 0);
-  if (direct) c.h = nullptr;
-  if (!eight) c.h8 = nullptr;
+  if (c.first_hopper) {
+    c.x = parts.take<uint8_t>(rows * operand_blocks(first) * 128);
+    if (first.pack == Pack::kFloat8) c.x_scale = parts.take<float>(rows * operand_blocks(first));
+  }
+  if (c.second_hopper) {
+    c.h = parts.take<uint8_t>(rows * operand_blocks(second) * 128);
+    if (second.pack == Pack::kFloat8) c.h_scale = parts.take<float>(rows * operand_blocks(second));
+  }
+  if (!c.direct) c.h_rows = parts.take<unsigned char>(rows * c.h_stride * size);
   c.out = parts.take<unsigned char>(rows * wide_cols(p.hidden_size, p.dtype) * size);
   c.tile_tokens = chain_tokens(first, second, p, device);
-  c.max_tiles = rows / c.tile_tokens + std::min<int64_t>(rows, first.count);
+  c.max_tiles = pairs / c.tile_tokens + std::min<int64_t>(pairs, first.count);
   c.tiles = parts.take<TokenTile>(c.max_tiles);
   c.num_tiles = parts.take<int32_t>(1);
   return c;
@@ -189,12 +165,10 @@ ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, 
 
 // A prompt chunk's parts.
 struct ManyParts {
-  float *logits, *weights, *x8_scale;
+  float *logits, *weights;
   int32_t *ids, *positions, *sorted, *histogram, *totals;
   uint32_t* barrier;
   unsigned char* x;
-  uint8_t* x8;
-  int x8_stride;
   ChainParts experts, shared;
   int64_t used;
 };
@@ -206,18 +180,12 @@ ManyParts many_parts(const CudaLayer& layer, const Params& p, int64_t tokens, co
   m.ids = parts.take<int32_t>(pairs);
   m.weights = parts.take<float>(pairs);
   m.positions = parts.take<int32_t>(pairs);
-  m.sorted = parts.take<int32_t>(pairs);
+  m.sorted = parts.take<int32_t>(pairs + 8 * std::min<int64_t>(pairs, p.num_experts));
   m.histogram = parts.take<int32_t>(int64_t(p.num_experts) * device.multiprocessors);
   m.totals = parts.take<int32_t>(p.num_experts);
   m.barrier = parts.take<uint32_t>(1);
   const int cols = wide_cols(p.hidden_size, p.dtype);
   m.x = parts.take<unsigned char>(cols == p.hidden_size ? 0 : tokens * cols * size_of(p.dtype));
-  m.x8_stride = rounded(p.hidden_size, 128);
-  const bool eight = quantizes(layer.gate_up, p, true, device) ||
-                     (layer.shared_gate_up.count && quantizes(layer.shared_gate_up, p, true, device));
-  m.x8 = parts.take<uint8_t>(eight ? tokens * m.x8_stride : 0);
-  m.x8_scale = parts.take<float>(eight ? tokens * (m.x8_stride / 128) : 0);
-  if (!eight) m.x8 = nullptr;
   m.experts = chain_parts(parts, layer.gate_up, layer.down, p, pairs, device);
   if (layer.shared_gate_up.count)
     m.shared = chain_parts(parts, layer.shared_gate_up, layer.shared_down, p, tokens, device);
@@ -225,49 +193,55 @@ ManyParts many_parts(const CudaLayer& layer, const Params& p, int64_t tokens, co
   return m;
 }
 
-struct Rows {  // the first product's right operand
+struct Rows {  // tokens
   const void* x;
-  int x_cols;
-  const uint8_t* x8;
-  const float* x8_scale;
-  int x8_stride;
-  const int32_t* order;  // or null
+  int cols;              // and stride
+  const int32_t* order;  // token of each sorted row, or null: the same
 };
 
 const char* run_chain(const Packed& first, const Packed& second, const ChainParts& c, const Rows& rows, const Params& p,
-                      int64_t count, const DeviceInfo& device, cudaStream_t stream) {
+                      const DeviceInfo& device, cudaStream_t stream) {
   const int size = size_of(p.dtype);
+  cudaError_t status = cudaSuccess;
+  auto arrange = [&](const void* x, int64_t stride, int cols, const int32_t* order, const Packed& w, void* out,
+                     float* scale) {
+    ArrangeArgs a{};
+    a.x = x, a.x_stride = stride, a.cols = cols, a.rows = order, a.tiles = c.tiles, a.num_tiles = c.num_tiles;
+    a.out = out, a.out_blocks = operand_blocks(w), a.scale = scale;
+    return launch_arrange(a, p.dtype, c.max_tiles, stream);
+  };
   GemmArgs g{};
-  g.weights = first, g.rows = rows.order;
+  g.weights = first;
   g.tiles = c.tiles, g.num_tiles = c.num_tiles;
   g.activate = 1, g.activity = activity(p);
-  const bool eight = quantizes(first, p, true, device);
-  if (eight) {
-    g.x = rows.x8, g.x_stride = rows.x8_stride, g.x_cols = rows.x8_stride;
-    g.x_scale = rows.x8_scale, g.x_scale_stride = rows.x8_stride / 128;
+  if (c.first_hopper) {
+    status = arrange(rows.x, rows.cols, rows.cols, rows.order, first, c.x, c.x_scale);
+    if (status != cudaSuccess) return failed("launching the tokens' arrangement", status);
+    g.x = c.x, g.x_scale = c.x_scale, g.x_blocks = operand_blocks(first);
   } else {
-    g.x = rows.x, g.x_stride = int64_t(rows.x_cols) * size, g.x_cols = rows.x_cols;
+    g.x = rows.x, g.x_stride = int64_t(rows.cols) * size, g.x_cols = rows.cols, g.rows = rows.order;
   }
-  const bool direct = c.h8 && !c.h;
-  g.out = direct ? static_cast<void*>(c.h8) : c.h;
+  g.out = c.direct ? static_cast<void*>(c.h) : c.h_rows;
   g.out_stride = c.h_stride, g.out_cols = std::min(first.padded_channels(), c.h_stride);
-  if (direct) g.out_scale = c.h8_scale, g.out_scale_stride = c.h_stride / 128;
-  cudaError_t status = on_hopper(p, true, device) ? launch_gemm_sm90(g, p.dtype, device, stream)
-                                                  : launch_gemm_sm80(g, p.dtype, c.max_tiles, stream);
+  if (c.direct) g.out_blocks = operand_blocks(second), g.out_scale = c.h_scale;
+  status =
+      c.first_hopper ? launch_gemm_sm90(g, p.dtype, device, stream) : launch_gemm_sm80(g, p.dtype, c.max_tiles, stream);
   if (status != cudaSuccess) return failed("launching the first product", status);
-  if (c.h8 && c.h) {
-    status = launch_quantize(c.h, p.dtype, count, c.h_stride, c.h_stride, c.h8, c.h_stride, c.h8_scale,
-                             c.h_stride / 128, stream);
-    if (status != cudaSuccess) return failed("launching the activations' quantization", status);
+
+  if (c.second_hopper && !c.direct) {
+    status = arrange(c.h_rows, c.h_stride, g.out_cols, nullptr, second, c.h, c.h_scale);
+    if (status != cudaSuccess) return failed("launching the activations' arrangement", status);
   }
   g.weights = second, g.rows = nullptr, g.activate = 0;
-  g.x = c.h8 ? static_cast<const void*>(c.h8) : c.h;
-  g.x_stride = int64_t(c.h_stride) * (c.h8 ? 1 : size), g.x_cols = g.out_cols;
-  g.x_scale = c.h8_scale, g.x_scale_stride = c.h_stride / 128;
+  if (c.second_hopper) {
+    g.x = c.h, g.x_scale = c.h_scale, g.x_blocks = operand_blocks(second);
+  } else {
+    g.x = c.h_rows, g.x_stride = int64_t(c.h_stride) * size, g.x_cols = g.out_cols;
+  }
   g.out = c.out, g.out_stride = wide_cols(p.hidden_size, p.dtype), g.out_cols = static_cast<int>(g.out_stride);
-  g.out_scale = nullptr;
-  status = on_hopper(p, false, device) ? launch_gemm_sm90(g, p.dtype, device, stream)
-                                       : launch_gemm_sm80(g, p.dtype, c.max_tiles, stream);
+  g.out_blocks = 0, g.out_scale = nullptr;
+  status = c.second_hopper ? launch_gemm_sm90(g, p.dtype, device, stream)
+                           : launch_gemm_sm80(g, p.dtype, c.max_tiles, stream);
   return status == cudaSuccess ? nullptr : failed("launching the second product", status);
 }
 
@@ -287,38 +261,31 @@ const char* run_many(const CudaLayer& layer, const Params& p, int64_t begin, int
   cudaError_t status = cudaSuccess;
   if (p.router_weight) {
     r.logits = m.logits;
-    status = launch_logits(r, device, tokens <= 16, stream);
+    status = launch_logits(r, device, stream);
     if (status != cudaSuccess) return failed("launching the router's logits", status);
   }
   status = launch_select(r, permute_args(m, device, tokens), stream);
   if (status != cudaSuccess) return failed("launching the router", status);
 
-  Rows rows{r.x, wide_cols(p.hidden_size, p.dtype), m.x8, m.x8_scale, m.x8_stride, m.sorted};
-  if (rows.x_cols != p.hidden_size) {
-    status = launch_pad(r.x, m.x, tokens, p.hidden_size, rows.x_cols, size_of(p.dtype), stream);
+  Rows rows{r.x, wide_cols(p.hidden_size, p.dtype), m.sorted};
+  if (rows.cols != p.hidden_size) {
+    status = launch_pad(r.x, m.x, tokens, p.hidden_size, rows.cols, size_of(p.dtype), stream);
     if (status != cudaSuccess) return failed("launching the tokens' padding", status);
     rows.x = m.x;
   }
-  if (m.x8) {
-    status = launch_quantize(rows.x, p.dtype, tokens, rows.x_cols, rows.x_cols, m.x8, m.x8_stride, m.x8_scale,
-                             m.x8_stride / 128, stream);
-    if (status != cudaSuccess) return failed("launching the tokens' quantization", status);
-  }
-  const int64_t pairs = int64_t(tokens) * p.top_k;
-  if (const char* bad = run_chain(layer.gate_up, layer.down, m.experts, rows, p, pairs, device, stream)) return bad;
+  if (const char* bad = run_chain(layer.gate_up, layer.down, m.experts, rows, p, device, stream)) return bad;
   if (layer.shared_gate_up.count) {
     status = launch_shared_tiles(m.shared.tiles, m.shared.num_tiles, tokens, m.shared.tile_tokens, stream);
     if (status != cudaSuccess) return failed("launching the shared expert's tiles", status);
     rows.order = nullptr;
-    if (const char* bad =
-            run_chain(layer.shared_gate_up, layer.shared_down, m.shared, rows, p, tokens, device, stream)) {
+    if (const char* bad = run_chain(layer.shared_gate_up, layer.shared_down, m.shared, rows, p, device, stream)) {
       return bad;
     }
   }
   CombineArgs c{};
-  c.out = m.experts.out, c.out_stride = rows.x_cols, c.positions = m.positions, c.weights = m.weights;
+  c.out = m.experts.out, c.out_stride = rows.cols, c.positions = m.positions, c.weights = m.weights;
   if (layer.shared_gate_up.count) {
-    c.shared = m.shared.out, c.shared_stride = rows.x_cols;
+    c.shared = m.shared.out, c.shared_stride = rows.cols;
     c.shared_gate = p.shared_gate_weight;
   }
   c.shared_gate_type = p.shared_gate_float32 ? DType::kFloat32 : p.dtype;
@@ -340,78 +307,6 @@ const char* missing_operand(const Params& p) {
 }
 
 }  // namespace
-
-cudaError_t device_info(DeviceInfo* info) {
-  constexpr int kDevices = 64;
-  static std::mutex mutex;
-  static DeviceInfo known_devices[kDevices];
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  if (device >= kDevices) return cudaErrorInvalidDevice;
-  const std::lock_guard<std::mutex> lock(mutex);
-  DeviceInfo& entry = known_devices[device];
-  if (entry.capability == 0) {
-    DeviceInfo read;
-    int major = 0, minor = 0;
-    const struct {
-      int* value;
-      cudaDeviceAttr attribute;
-    } wanted[] = {{&major, cudaDevAttrComputeCapabilityMajor},
-                  {&minor, cudaDevAttrComputeCapabilityMinor},
-                  {&read.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-                  {&read.multiprocessors, cudaDevAttrMultiProcessorCount}};
-    for (const auto& one : wanted) {
-      status = cudaDeviceGetAttribute(one.value, one.attribute, device);
-      if (status != cudaSuccess) return status;
-    }
-    int compiled = 0;
-    status = compiled_capability(&compiled);
-    if (status != cudaSuccess) return status;
-    read.capability = std::min(major * 10 + minor, compiled);
-    read.wgmma = major == 9 && minor == 0 && gemm_sm90_compiled();
-    entry = read;
-  }
-  *info = entry;
-  return cudaSuccess;
-}
-
-const char* cuda_refusal(const Params& p, int compute_capability) {
-  if (compute_capability < 80) {
-    return reason("compute capability %d.%d: kernels need 8.0 or newer", compute_capability / 10,
-                  compute_capability % 10);
-  }
-  if (p.num_experts < 1 || p.top_k < 1 || p.hidden_size < 1 || p.intermediate_size < 1 || p.n_group < 1 ||
-      p.topk_group < 1 || p.group_top < 1) {
-    return reason(
-        "num_experts %d, top_k %d, hidden_size %d, intermediate_size %d, n_group %d, topk_group %d, group_top %d: all "
-        "must be 1 or more",
-        p.num_experts, p.top_k, p.hidden_size, p.intermediate_size, p.n_group, p.topk_group, p.group_top);
-  }
-  if (p.shared_intermediate_size < 0) return reason("shared_intermediate_size %d", p.shared_intermediate_size);
-  if (p.num_experts > kMaxExperts) return reason("num_experts %d: kernels take up to %d", p.num_experts, kMaxExperts);
-  if (p.top_k > kMaxTopK) return reason("top_k %d: kernels take up to %d", p.top_k, kMaxTopK);
-  if (p.top_k > p.num_experts) return reason("top_k %d of num_experts %d", p.top_k, p.num_experts);
-  if (p.num_experts % p.n_group || p.topk_group > p.n_group) {
-    return reason("num_experts %d, n_group %d, topk_group %d", p.num_experts, p.n_group, p.topk_group);
-  }
-  if (p.group_top > p.num_experts / p.n_group) {
-    return reason("group_top %d of %d experts a group", p.group_top, p.num_experts / p.n_group);
-  }
-  if (!known(p.dtype)) return reason("element type %d: kernels take float32, float16, bfloat16", int(p.dtype));
-  if (p.score != Score::kSigmoid && p.score != Score::kSoftmax) return reason("score function %d", int(p.score));
-  if (p.activation < Activation::kSilu || p.activation > Activation::kRelu2) {
-    return reason("activation %d", int(p.activation));
-  }
-  if (p.clamp < Clamp::kNone || p.clamp > Clamp::kAfter) return reason("clamp %d", int(p.clamp));
-  if (const char* bad = refuse_matrix("gate_up", p.gate_up, p.hidden_size)) return bad;
-  if (const char* bad = refuse_matrix("down", p.down, p.intermediate_size)) return bad;
-  if (p.shared_intermediate_size > 0) {
-    if (const char* bad = refuse_matrix("shared_gate_up", p.shared_gate_up, p.hidden_size)) return bad;
-    if (const char* bad = refuse_matrix("shared_down", p.shared_down, p.shared_intermediate_size)) return bad;
-  }
-  return nullptr;
-}
 
 size_t cuda_layer_bytes(const Params& p) {
   Packed packed[4];
@@ -511,7 +406,7 @@ const char* cuda_forward(CudaLayer* layer, const Params& p, void* workspace, voi
       if (status != cudaSuccess) return failed("launching the tokens' padding", status);
     }
     if (a.router.logits) {
-      status = launch_logits(a.router, device, true, stream);
+      status = launch_logits(a.router, device, stream);
       if (status != cudaSuccess) return failed("launching the router's logits", status);
     }
     status = launch_decode(a, p.dtype, device, stream);
@@ -543,7 +438,7 @@ const char* cuda_route(const Params& p, int steps, void* workspace, void* stream
   RouterArgs r = router_args(p, 0, tokens);
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   if (p.router_weight) r.logits = m.logits;
-  if (p.router_weight && (steps & 1)) status = launch_logits(r, device, tokens <= 16, stream);
+  if (p.router_weight && (steps & 1)) status = launch_logits(r, device, stream);
   if (status == cudaSuccess && (steps & 2)) status = launch_select(r, permute_args(m, device, tokens), stream);
   return status == cudaSuccess ? nullptr : failed("launching the router", status);
 }

@@ -1,9 +1,23 @@
 // Where the parts of a call lie in its workspace, and how weights are packed.
 #pragma once
 
+#include <cstdio>
+
 #include "moe_launch.h"
 
 namespace deltafuse::moe {
+
+// A text that stays valid until the thread's next one.
+inline char* reason_text() {
+  thread_local char text[256];
+  return text;
+}
+template <typename... Values>
+const char* reason(const char* format, Values... values) {
+  char* text = reason_text();
+  std::snprintf(text, 256, format, values...);
+  return text;
+}
 
 constexpr int64_t kChunkTokens = 16384;  // of a prompt, at once
 constexpr int64_t kAlignment = 256;

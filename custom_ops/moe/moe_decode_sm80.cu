@@ -7,7 +7,7 @@ cudaError_t launch_decode_bf16(const DecodeArgs& args, const DeviceInfo& device,
 cudaError_t launch_decode_f16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
 
 size_t decode_shared_bytes(const DecodeArgs& args) {
-  const size_t first = FirstShared::bytes(args), second = SecondShared::bytes(args);
+  const size_t first = FirstShared::bytes(args, 5), second = SecondShared::bytes(args, 4);  // the deepest
   return first > second ? first : second;
 }
 

@@ -175,18 +175,26 @@ struct Raw {
     }
   }
 
+  // Two 16-byte pieces of float8 or plain numbers (rows g and g + 8): four steps, or two.
+  static __device__ __forceinline__ void floats(const uint4& x, const uint4& y, int i, uint32_t (&a)[4]) {
+    if constexpr (P == Pack::kFloat8) {
+      const uint32_t v = word_of(x, i), w = word_of(y, i);
+      a[0] = float8_pair<T>(v, false), a[1] = float8_pair<T>(w, false);
+      a[2] = float8_pair<T>(v, true), a[3] = float8_pair<T>(w, true);
+    } else {
+      a[0] = word_of(x, 2 * i), a[1] = word_of(y, 2 * i);
+      a[2] = word_of(x, 2 * i + 1), a[3] = word_of(y, 2 * i + 1);
+    }
+  }
+
   static __device__ __forceinline__ void step(const uint4 (&w)[Shape<P>::kWords], int s, uint32_t (&a)[4],
                                               uint32_t (&high)[4]) {
     if constexpr (kInteger) {
       integers(w[s / kPerWord], s % kPerWord, a, high);
     } else if constexpr (P == Pack::kFloat8) {
-      const uint32_t x = word_of(w[s / 4 * 2], s % 4), y = word_of(w[s / 4 * 2 + 1], s % 4);
-      a[0] = float8_pair<T>(x, false), a[1] = float8_pair<T>(y, false);
-      a[2] = float8_pair<T>(x, true), a[3] = float8_pair<T>(y, true);
+      floats(w[s / 4 * 2], w[s / 4 * 2 + 1], s % 4, a);
     } else {
-      const uint4 x = w[s / 2 * 2], y = w[s / 2 * 2 + 1];
-      a[0] = word_of(x, (s & 1) * 2), a[1] = word_of(y, (s & 1) * 2);
-      a[2] = word_of(x, (s & 1) * 2 + 1), a[3] = word_of(y, (s & 1) * 2 + 1);
+      floats(w[s / 2 * 2], w[s / 2 * 2 + 1], s & 1, a);
     }
   }
 };

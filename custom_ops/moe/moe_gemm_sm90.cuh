@@ -1,7 +1,7 @@
-// The experts' products on Hopper's tensor cores. A block's tile is 256 weight rows by up to kMost tokens of one
-// expert: a producer warpgroup fetches weights (one bulk copy a stage) and gathers tokens, two consumer warpgroups
-// multiply 128 rows each. Integers become T in registers; float8 sums are scaled into float32 every 128 columns. Blocks
-// stay and take tiles from the list that the router left on the device.
+// The experts' products on Hopper's tensor cores. A block's tile is 256 weight rows by up to most_tokens of one expert:
+// one thread fetches weights and tokens by bulk copies, two consumer warpgroups multiply 128 rows each. Integers become
+// T in registers; float8 sums are scaled into float32 every 128 columns. Blocks stay and take tiles from the list that
+// the router left on the device.
 #pragma once
 
 #include "moe_fragment.cuh"
@@ -10,11 +10,14 @@
 namespace deltafuse::moe {
 namespace sm90 {
 
-constexpr int kThreads = 384;
+constexpr int kConsumers = 256;
+constexpr int kThreads = kConsumers + 128;  // the registers of whole warpgroups can be dealt out anew
 constexpr int kMostStages = 6;
 
 // Tokens of a tile, at most: accumulators and operands must fit the registers.
-__host__ __device__ constexpr int most_tokens(Pack p) { return p == Pack::kPlain ? 192 : 128; }
+__host__ __device__ constexpr int most_tokens(Pack p) {
+  return p == Pack::kPlain ? 192 : p == Pack::kFloat8 ? 128 : 160;
+}
 
 struct StageLayout {
   int right, scales, bytes, stages;  // offsets in a stage; its size; how many
@@ -45,52 +48,40 @@ struct Pipeline {
   }
 };
 
-template <typename T, Pack P>
+// One thread.
+template <Pack P>
 __device__ __forceinline__ void produce(const GemmArgs& a, const StageLayout& layout, uint32_t base, uint64_t* full,
-                                        uint64_t* empty, int (*rows)[192]) {
-  constexpr bool kIntegers = P == Pack::kInt4 || P == Pack::kInt8;
-  constexpr int kElement = P == Pack::kFloat8 ? 1 : 2;
-  constexpr int kHalves = kIntegers ? 2 : 1;  // of 128 bytes of a token in a stage
-  constexpr int kCols = kHalves * 128 / kElement;
+                                        uint64_t* empty) {
+  constexpr int kHalves = P == Pack::kInt4 || P == Pack::kInt8 ? 2 : 1;  // of 128 bytes of a token in a stage
   constexpr int kMost = most_tokens(P);
-  const int thread = threadIdx.x;
   const Packed& w = a.weights;
-  const int total = *a.num_tiles * w.tiles;
+  const int total = *a.num_tiles * w.tiles, stage_bytes = w.stage_bytes();
   Pipeline at;
-  int buffer = 0;
-  for (int index = blockIdx.x; index < total; index += gridDim.x, buffer ^= 1) {
+  for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const TokenTile tile = a.tiles[index / w.tiles];
+    const int count = arranged_rows(tile.count);
     const unsigned char* weights = w.data + tile.expert * w.expert_bytes() + index % w.tiles * w.tile_bytes();
-    for (int r = thread; r < tile.count; r += 128) rows[buffer][r] = a.rows ? a.rows[tile.start + r] : tile.start + r;
-    named_barrier(2, 128);
-    const unsigned char* x = static_cast<const unsigned char*>(a.x) + thread % 8 * 16;
+    const unsigned char* x = static_cast<const unsigned char*>(a.x) + int64_t(tile.start) * a.x_blocks * 128;
+    const float* scale = P == Pack::kFloat8 ? a.x_scale + int64_t(tile.start) * a.x_blocks : nullptr;
     for (int k = 0; k < w.stages; ++k) {
       barrier_wait(&empty[at.stage], at.phase ^ 1);
       const uint32_t stage = base + at.stage * layout.bytes;
-      if (thread == 0) {
-        barrier_expect(&full[at.stage], w.stage_bytes());
-        bulk_copy(stage, weights + int64_t(k) * w.stage_bytes(), w.stage_bytes(), &full[at.stage]);
-      }
+      uint64_t* bar = &full[at.stage];
+      barrier_expect(bar, stage_bytes + count * (kHalves * 128 + (P == Pack::kFloat8 ? 4 : 0)));
+      bulk_copy(stage, weights, stage_bytes, bar);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        const int col = k * kCols + half * (kCols / kHalves) + thread % 8 * (16 / kElement);
-        const int there = col < a.x_cols ? 16 : 0;
-        const unsigned char* from = x + (there ? (k * kHalves + half) * 128 : 0);
-        const uint32_t to = stage + layout.right + half * kMost * 128;
-        for (int r = thread / 8; r < tile.count; r += 16) {
-          copy16(to + r * 128 + ((thread % 8 ^ (r & 7)) << 4), from + rows[buffer][r] * a.x_stride, there);
-        }
+        bulk_copy(stage + layout.right + half * kMost * 128, x, count * 128, bar);
+        x += count * 128;
       }
       if constexpr (P == Pack::kFloat8) {
-        for (int r = thread; r < tile.count; r += 128) {
-          copy4(stage + layout.scales + r * 4, a.x_scale + int64_t(rows[buffer][r]) * a.x_scale_stride + k);
-        }
+        bulk_copy(stage + layout.scales, scale, count * 4, bar);
+        scale += count;
       }
-      copies_arrive(&full[at.stage]);
+      weights += stage_bytes;
       at.next(layout.stages);
     }
   }
-  copies_wait();
 }
 
 // The products of one tile, d[half] for the warpgroup's two units.
@@ -100,7 +91,7 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
   constexpr int kMost = most_tokens(P);
   const Packed& w = a.weights;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const int unit0 = (threadIdx.x / 128 - 1) * 2, row = warp * 16 + lane / 4;
+  const int unit0 = threadIdx.x / 128 * 2, row = warp * 16 + lane / 4;
   int before = -1;  // the stage that is still being read
   auto release = [&](int stage) {
     __syncwarp();
@@ -115,7 +106,6 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
   pin(d[0]), pin(d[1]);
   for (int k = 0; k < w.stages; ++k) {
     barrier_wait(&full[at.stage], at.phase);
-    proxy_fence();
     const unsigned char* stage = shared + at.stage * layout.bytes;
     const uint32_t right = address(stage) + layout.right;
     if constexpr (P == Pack::kPlain) {
@@ -165,13 +155,14 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
       constexpr int kPerWord = Numbers::kPerWord;
       const T* tails = reinterpret_cast<const T*>(stage + 4 * w.payload + unit0 * w.tail) + row;
       const int tail = w.tail / static_cast<int>(sizeof(T));
-      uint32_t scale[2][2], off[2][2], left[2][2][4];
+      uint32_t scale[2][2], off[2][2], left[2][4];
       uint4 words[2];
 #pragma unroll
       for (int s = 0; s < 8; ++s) {
-        if (kPlainScales ? s == 0 : s % 2 == 0) {
+        const uint64_t b = descriptor(right + s / 4 * kMost * 128 + s % 4 * 32);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < 2; ++half) {
+          if (kPlainScales ? s == 0 : s % 2 == 0) {
             const T* values = tails + half * tail + (w.sub == 1 ? 0 : s / 2 * 64);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -180,28 +171,18 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
               off[half][i] = twice<T>(Scaled<T, P>::offset(zero));
             }
           }
-        }
-        if (s % kPerWord == 0) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          if (s % kPerWord == 0) {
             words[half] =
                 *reinterpret_cast<const uint4*>(stage + (unit0 + half) * w.payload + s / kPerWord * 2048 + thread * 16);
           }
-        }
-        wait<1>();  // the step before the last one has read its operands
-        if (s == 1) release(before);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+          wait<1>();  // this half's product of the step before has read its operand; the other half's may go on
+          if (s == 0 && half == 1) release(before);
           Scaled<T, P>::integers(words[half], s % kPerWord, scale[half][0], scale[half][1], off[half][0], off[half][1],
-                                 left[s & 1][half]);
+                                 left[half]);
+          fence();
+          Product<N>::template registers<T>(d[half], left[half], b, 1);
+          commit();
         }
-        fence();
-        const uint64_t b = descriptor(right + s / 4 * kMost * 128 + s % 4 * 32);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Product<N>::template registers<T>(d[half], left[s & 1][half], b, 1);
-        }
-        commit();
       }
     }
     before = at.stage;
@@ -261,7 +242,7 @@ __device__ __forceinline__ void consume_tile(const GemmArgs& a, const StageLayou
   float d[2][N / 2];
   multiply<T, P, N, kPlainScales>(a, layout, shared, full, empty, at, d);
   const Packed& w = a.weights;
-  const int lane = fresh_lane(), warpgroup = threadIdx.x / 128 - 1, warp = threadIdx.x % 128 / 32, t = lane % 4;
+  const int lane = fresh_lane(), warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, t = lane % 4;
   if (w.multiplier) {
     const float factor = w.multiplier[tile.expert];
 #pragma unroll
@@ -297,7 +278,7 @@ __device__ __forceinline__ void consume_tile(const GemmArgs& a, const StageLayou
   const int channel = row_tile * 128 + warpgroup * 64 + warp * 16 + t * 2;
   if (P == Pack::kFloat8 && a.out_scale) {
     // The tile's 128 channels of a token share a scale.
-    const int consumer = threadIdx.x - 128;
+    const int consumer = threadIdx.x;
 #pragma unroll
     for (int b = 0; b < N / 8; ++b) {
       float x = fmaxf(fabsf(d[0][4 * b]), fabsf(d[1][4 * b])),
@@ -315,12 +296,16 @@ __device__ __forceinline__ void consume_tile(const GemmArgs& a, const StageLayou
       for (int i = 0; i < 8; ++i) most = fmaxf(most, largest[i][consumer]);
       inverse[consumer] = most > 0.0f ? 448.0f / most : 1.0f;
       if (consumer < tile.count) {
-        a.out_scale[int64_t(tile.start + consumer) * a.out_scale_stride + row_tile] =
-            most > 0.0f ? most / 448.0f : 1.0f;
+        const int64_t block =
+            int64_t(tile.start) * a.out_blocks + int64_t(row_tile) * arranged_rows(tile.count) + consumer;
+        a.out_scale[block] = most > 0.0f ? most / 448.0f : 1.0f;
       }
     }
     named_barrier(1, 256);
-    uint8_t* to = static_cast<uint8_t*>(a.out) + first + channel;
+    // 16 neighbouring channels are a chunk; lane / 4 is the row within eight.
+    uint8_t* to = static_cast<uint8_t*>(a.out) +
+                  (int64_t(tile.start) * a.out_blocks + int64_t(row_tile) * arranged_rows(tile.count) + token) * 128 +
+                  ((channel % 128 / 16) ^ (lane / 4)) * 16 + t * 2;
 #pragma unroll
     for (int b = 0; b < N / 8; ++b) {
       const float2 by = *reinterpret_cast<const float2*>(&inverse[b * 8 + 2 * t]);
@@ -331,7 +316,22 @@ __device__ __forceinline__ void consume_tile(const GemmArgs& a, const StageLayou
         asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;\n" : "=h"(bytes) : "r"(pair));
         if (token < tile.count) *reinterpret_cast<uint16_t*>(to + half * 8) = bytes;
       }
-      to += 8 * a.out_stride, token += 8;
+      to += 8 * 128, token += 8;
+    }
+  } else if (a.out_blocks) {
+    // Eight channels are a chunk, 64 a block.
+    unsigned char* to =
+        static_cast<unsigned char*>(a.out) +
+        (int64_t(tile.start) * a.out_blocks + int64_t(channel / 64) * arranged_rows(tile.count) + token) * 128 + t * 4;
+    const int chunk = channel % 64 / 8;
+#pragma unroll
+    for (int b = 0; b < N / 8; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_pair(reinterpret_cast<T*>(to + ((chunk + half) ^ (lane / 4)) * 16), token < tile.count, 2, d[half][4 * b],
+                   d[half][4 * b + 1]);
+      }
+      to += 8 * 128, token += 8;
     }
   } else {
     T* to = static_cast<T*>(a.out) + first + channel;
@@ -354,21 +354,20 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ Shared barriers;
-  __shared__ int rows[2][192];
   __shared__ __align__(8) float largest[P == Pack::kFloat8 ? 8 : 1][128];
   __shared__ __align__(8) float inverse[128];
   unsigned char* shared = dynamic + (1024 - (address(dynamic) & 1023)) % 1024;
   if (threadIdx.x == 0) {
     for (int i = 0; i < layout.stages; ++i) {
-      barrier_init(&barriers.full[i], 128 + 1);
+      barrier_init(&barriers.full[i], 1);
       barrier_init(&barriers.empty[i], 8);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x < 128) {
+  if (threadIdx.x >= kConsumers) {
     fewer_registers<40>();
-    produce<T, P>(a, layout, address(shared), barriers.full, barriers.empty, rows);
+    if (threadIdx.x == kConsumers) produce<P>(a, layout, address(shared), barriers.full, barriers.empty);
   } else {
     more_registers<232>();
     const int total = *a.num_tiles * a.weights.tiles;

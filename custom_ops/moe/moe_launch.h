@@ -13,7 +13,7 @@ namespace deltafuse::moe {
 
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
-constexpr int kDecodeTokens = 32;  // calls of more tokens are prompts
+constexpr int kDecodeTokens = 4;   // calls of more tokens are prompts
 constexpr int kDecodePairs = 512;  // token-expert pairs of a decode call
 constexpr int kUnitRows = 64;      // rows that a warpgroup's product takes
 constexpr int kTileRows = 256;     // rows of a block's tile: four units
@@ -80,7 +80,7 @@ struct PermuteArgs {   // what the experts' products need, from the chosen ids
   int32_t* ids;        // [N, k]
   float* weights;      // [N, k]
   int32_t* positions;  // [N, k]: row of the pair in the order by expert
-  int32_t* sorted;     // [N * k]: token of each row
+  int32_t* sorted;     // token of each row; experts begin at multiples of 8
   int32_t* histogram;  // [E, blocks]
   int32_t* totals;     // [E]
   uint32_t* barrier;   // zero before
@@ -105,22 +105,28 @@ struct DecodeArgs {
 
 struct GemmArgs {
   Packed weights;
-  const void* x;         // rows of the right operand
-  int64_t x_stride;      // bytes
-  const int32_t* rows;   // row of x of each sorted row, or null: the same
-  const float* x_scale;  // float8: one for 128 columns
-  int32_t x_scale_stride;
-  int32_t x_cols;  // elements of a row that are there
+  // The right operand. Natural: rows [.., x_stride bytes]. Arranged, for Hopper: of each tile the first 128 bytes of
+  // all its tokens (their number rounded up to 8), then the next 128; a tile begins where its rows before it end.
+  // 16-byte chunk c of a tile's row r lies at c ^ (r % 8).
+  const void* x;
+  int64_t x_stride;      // bytes; natural only
+  const int32_t* rows;   // row of x of each sorted row, or null: the same; natural only
+  int32_t x_cols;        // elements of a row that are there; natural only
+  int32_t x_blocks;      // 128-byte blocks of a row; arranged only
+  const float* x_scale;  // float8: one for a row's block, arranged as the blocks are
   const TokenTile* tiles;
   const int32_t* num_tiles;
   int32_t activate;  // 1: the first product, with the activation; 0: the second
   Activity activity;
   void* out;
-  int64_t out_stride;  // elements
+  int64_t out_stride;  // elements; natural only
   int32_t out_cols;    // columns that are stored
-  float* out_scale;    // float8 output, else null
-  int32_t out_scale_stride;
+  int32_t out_blocks;  // arranged output: its 128-byte blocks of a row; 0: natural
+  float* out_scale;    // float8 output, arranged; else null
 };
+
+// Rows of a tile in an arranged operand.
+__host__ __device__ inline int arranged_rows(int count) { return (count + 7) / 8 * 8; }
 
 struct CombineArgs {
   const void* out;  // [N * k, D]
@@ -144,15 +150,26 @@ cudaError_t device_info(DeviceInfo* info);
 
 // Each returns the status of its launches.
 cudaError_t launch_pack(const Matrix& from, const Packed& to, float* multiplier, DType dtype, cudaStream_t stream);
-cudaError_t launch_logits(const RouterArgs& args, const DeviceInfo& device, bool few, cudaStream_t stream);
+cudaError_t launch_logits(const RouterArgs& args, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, cudaStream_t stream);
 int select_blocks(int tokens, const DeviceInfo& device);
 cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 size_t decode_shared_bytes(const DecodeArgs& args);  // of a block
 // Rows of x [rows, cols] with a stride that kernels can load 16 bytes from; the rest is zeros.
 cudaError_t launch_pad(const void* x, void* out, int64_t rows, int cols, int padded, int element, cudaStream_t stream);
-cudaError_t launch_quantize(const void* x, DType dtype, int64_t rows, int cols, int64_t x_stride, void* out,
-                            int out_stride, float* scale, int scale_stride, cudaStream_t stream);
+// Tokens as Hopper's right operand (see GemmArgs), float8 with scales where `scale` is given.
+struct ArrangeArgs {
+  const void* x;
+  int64_t x_stride;  // elements
+  int32_t cols;
+  const int32_t* rows;  // row of x of each sorted row, or null: the same
+  const TokenTile* tiles;
+  const int32_t* num_tiles;
+  void* out;
+  int32_t out_blocks;
+  float* scale;
+};
+cudaError_t launch_arrange(const ArrangeArgs& args, DType dtype, int64_t max_tiles, cudaStream_t stream);
 cudaError_t launch_shared_tiles(TokenTile* tiles, int32_t* num_tiles, int tokens, int tile_tokens, cudaStream_t stream);
 cudaError_t launch_gemm_sm90(const GemmArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_gemm_sm80(const GemmArgs& args, DType dtype, int64_t max_tiles, cudaStream_t stream);

@@ -74,10 +74,7 @@ __global__ void __launch_bounds__(256) logits_few_kernel(RouterArgs a) {
   }
 }
 
-// -- prompts: the float64 tensor cores, 128 tokens by 64 experts a block ----------------------------------------------
-constexpr int kTokens = 128, kExperts = 64, kDepth = 32;
-constexpr int kStride = kDepth + 4;  // doubles: no bank conflicts
-
+// -- more tokens: the float64 tensor cores ---------------------------------------------------------------------------
 // D += A B: A 16 x 16, B 16 x 8; rows lane / 4 and + 8, columns along k lane % 4, + 4, ..
 __device__ __forceinline__ void mma64(double (&d)[4], const double (&a)[8], const double (&b)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -101,102 +98,186 @@ __device__ __forceinline__ void mma64(double (&d)[4], const double (&a)[8], cons
 #endif
 }
 
+__device__ __forceinline__ void store_logit(const RouterArgs& a, int token, int expert, double total) {
+  if (token >= a.tokens || expert >= a.experts) return;
+  if (a.router_bias) total += static_cast<double>(a.router_bias[expert]);
+  a.logits[int64_t(token) * a.experts + expert] = static_cast<float>(total);
+}
+
+// Up to about a thousand: 32 tokens by 32 experts a block, the columns dealt out to its warps, operands straight from
+// global memory.
+constexpr int kSome = 32;
+
 template <typename W>
-__global__ void __launch_bounds__(256, 2) logits_many_kernel(RouterArgs a) {
-  extern __shared__ __align__(16) double stage[];
-  double* left = stage;                       // [kTokens][kStride]
-  double* right = stage + kTokens * kStride;  // [kExperts][kStride]
+__global__ void __launch_bounds__(256) logits_some_kernel(RouterArgs a) {
+  extern __shared__ __align__(16) double partial[];  // [8 warps][32][32]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int token0 = blockIdx.x * kTokens, expert0 = blockIdx.y * kExperts;
+  const int token0 = blockIdx.x * kSome, expert0 = blockIdx.y * kSome;
   const W* weight = static_cast<const W*>(a.weight);
-  constexpr int kLeft = kTokens * kDepth / 256, kRight = kExperts * kDepth / 256;
-  float next_left[kLeft], next_right[kRight];
-  auto fetch = [&](int k0) {
-    const int col = k0 + threadIdx.x % 32;
+  double sum[2][4][4] = {};
+#pragma unroll 1
+  for (int k = warp * 16; k < a.hidden; k += 128) {
+    float x[2][8], w[4][4];
 #pragma unroll
-    for (int i = 0; i < kLeft; ++i) {
-      const int row = token0 + threadIdx.x / 32 + i * 8;
-      next_left[i] = row < a.tokens && col < a.hidden ? load_any(a.x, int64_t(row) * a.hidden + col, a.x_type) : 0.0f;
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int token = token0 + m * 16 + g + (i & 1) * 8, col = k + t + (i >> 1) * 4;
+        x[m][i] = token < a.tokens && col < a.hidden ? load_any(a.x, int64_t(token) * a.hidden + col, a.x_type) : 0.0f;
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kRight; ++i) {
-      const int row = expert0 + threadIdx.x / 32 + i * 8;
-      next_right[i] = row < a.experts && col < a.hidden ? to_float(weight[int64_t(row) * a.hidden + col]) : 0.0f;
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int expert = expert0 + n * 8 + g, col = k + t + i * 4;
+        w[n][i] = expert < a.experts && col < a.hidden ? to_float(weight[int64_t(expert) * a.hidden + col]) : 0.0f;
+      }
     }
-  };
-  double sum[kExperts / 8][4] = {};
-  fetch(0);
-  for (int k0 = 0; k0 < a.hidden; k0 += kDepth) {
-    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kLeft; ++i)
-      left[(threadIdx.x / 32 + i * 8) * kStride + lane] = static_cast<double>(next_left[i]);
+    for (int m = 0; m < 2; ++m) {
+      double left[8];
 #pragma unroll
-    for (int i = 0; i < kRight; ++i)
-      right[(threadIdx.x / 32 + i * 8) * kStride + lane] = static_cast<double>(next_right[i]);
-    __syncthreads();
-    if (k0 + kDepth < a.hidden) fetch(k0 + kDepth);
+      for (int i = 0; i < 8; ++i) left[i] = static_cast<double>(x[m][i]);
 #pragma unroll
-    for (int k = 0; k < kDepth; k += 16) {
-      double x[8], w[4];
+      for (int n = 0; n < 4; ++n) {
+        double right[4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = left[(warp * 16 + g + (i & 1) * 8) * kStride + k + t + (i >> 1) * 4];
-#pragma unroll
-      for (int n = 0; n < kExperts / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = right[(n * 8 + g) * kStride + k + t + i * 4];
-        mma64(sum[n], x, w);
+        for (int i = 0; i < 4; ++i) right[i] = static_cast<double>(w[n][i]);
+        mma64(sum[m][n], left, right);
       }
     }
   }
 #pragma unroll
-  for (int n = 0; n < kExperts / 8; ++n) {
+  for (int m = 0; m < 2; ++m) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = token0 + warp * 16 + g + (i >> 1) * 8, expert = expert0 + n * 8 + 2 * t + (i & 1);
-      if (token < a.tokens && expert < a.experts) {
-        double total = sum[n][i];
-        if (a.router_bias) total += static_cast<double>(a.router_bias[expert]);
-        a.logits[int64_t(token) * a.experts + expert] = static_cast<float>(total);
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        partial[(warp * 32 + m * 16 + g + (i >> 1) * 8) * 32 + n * 8 + 2 * t + (i & 1)] = sum[m][n][i];
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kSome * kSome; i += 256) {
+    double total = partial[i];
+#pragma unroll
+    for (int w = 1; w < 8; ++w) total += partial[w * 1024 + i];
+    store_logit(a, token0 + i / 32, expert0 + i % 32, total);
+  }
+}
+
+// Prompts: 128 tokens by 128 experts a block, a warp 32 by 64; two stages in shared memory.
+constexpr int kTile = 128, kDepth = 32;
+constexpr int kStride = kDepth + 4;  // doubles: no bank conflicts
+
+template <typename W>
+__global__ void __launch_bounds__(256, 1) logits_many_kernel(RouterArgs a) {
+  extern __shared__ __align__(16) double stage[];  // [2][tokens, then experts][kTile][kStride]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int token0 = blockIdx.x * kTile, expert0 = blockIdx.y * kTile;
+  const W* weight = static_cast<const W*>(a.weight);
+  constexpr int kRows = kTile / 8;  // a warp fetches
+  float x[kRows], w[kRows];
+  auto fetch = [&](int k0) {
+    const int col = k0 + lane;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int token = token0 + warp + i * 8, expert = expert0 + warp + i * 8;
+      x[i] = token < a.tokens && col < a.hidden ? load_any(a.x, int64_t(token) * a.hidden + col, a.x_type) : 0.0f;
+      w[i] = expert < a.experts && col < a.hidden ? to_float(weight[int64_t(expert) * a.hidden + col]) : 0.0f;
+    }
+  };
+  auto put = [&](double* to) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      to[(warp + i * 8) * kStride + lane] = static_cast<double>(x[i]);
+      to[(kTile + warp + i * 8) * kStride + lane] = static_cast<double>(w[i]);
+    }
+  };
+  double sum[2][8][4] = {};
+  fetch(0);
+  put(stage);
+  __syncthreads();
+#pragma unroll 1
+  for (int k0 = 0, at = 0; k0 < a.hidden; k0 += kDepth, at ^= 1) {
+    const bool more = k0 + kDepth < a.hidden;
+    if (more) fetch(k0 + kDepth);
+    const double* left = stage + at * 2 * kTile * kStride + (warp / 2 * 32 + g) * kStride + t;
+    const double* right = stage + (at * 2 * kTile + kTile + warp % 2 * 64 + g) * kStride + t;
+#pragma unroll
+    for (int k = 0; k < kDepth; k += 16) {
+      double rows[2][8];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) rows[m][i] = left[(m * 16 + (i & 1) * 8) * kStride + k + (i >> 1) * 4];
+      }
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        double cols[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) cols[i] = right[n * 8 * kStride + k + i * 4];
+        mma64(sum[0][n], rows[0], cols);
+        mma64(sum[1][n], rows[1], cols);
+      }
+    }
+    if (more) put(stage + (at ^ 1) * 2 * kTile * kStride);
+    __syncthreads();
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        store_logit(a, token0 + warp / 2 * 32 + m * 16 + g + (i >> 1) * 8,
+                    expert0 + warp % 2 * 64 + n * 8 + 2 * t + (i & 1), sum[m][n][i]);
       }
     }
   }
 }
 
 template <typename W>
-cudaError_t launch(const RouterArgs& a, const DeviceInfo& device, bool few, cudaStream_t stream) {
-  if (few) {
-    const size_t shared = sizeof(double) * kFewTokens * a.hidden;
-    cudaError_t status = cudaFuncSetAttribute(logits_few_kernel<W>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(shared));
+cudaError_t launch_tiles(void (*kernel)(RouterArgs), const RouterArgs& a, int tile, size_t shared,
+                         cudaStream_t stream) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (status != cudaSuccess) return status;
+  const dim3 grid(static_cast<unsigned>((a.tokens + tile - 1) / tile),
+                  static_cast<unsigned>((a.experts + tile - 1) / tile));
+  kernel<<<grid, 256, shared, stream>>>(a);
+  return cudaGetLastError();
+}
+
+template <typename W>
+cudaError_t launch(const RouterArgs& a, const DeviceInfo& device, cudaStream_t stream) {
+  const size_t shared = sizeof(double) * kFewTokens * a.hidden;
+  if (a.tokens <= 4 * kFewTokens && shared + 1024 <= static_cast<size_t>(device.shared_bytes)) {
+    const cudaError_t status = cudaFuncSetAttribute(logits_few_kernel<W>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    static_cast<int>(shared));
     if (status != cudaSuccess) return status;
-    const int tokens = a.tokens < kFewTokens ? a.tokens : kFewTokens;
     logits_few_kernel<W><<<static_cast<unsigned>((a.experts + kFewExperts - 1) / kFewExperts), 256,
-                           sizeof(double) * tokens * a.hidden, stream>>>(a);
+                           sizeof(double) * (a.tokens < kFewTokens ? a.tokens : kFewTokens) * a.hidden, stream>>>(a);
     return cudaGetLastError();
   }
-  const int shared = static_cast<int>(sizeof(double) * (kTokens + kExperts) * kStride);
-  const cudaError_t status =
-      cudaFuncSetAttribute(logits_many_kernel<W>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (status != cudaSuccess) return status;
-  const dim3 grid(static_cast<unsigned>((a.tokens + kTokens - 1) / kTokens),
-                  static_cast<unsigned>((a.experts + kExperts - 1) / kExperts));
-  logits_many_kernel<W><<<grid, 256, shared, stream>>>(a);
-  return cudaGetLastError();
+  const size_t tiles = sizeof(double) * 4 * kTile * kStride;
+  if (a.tokens < 1024 || tiles + 1024 > static_cast<size_t>(device.shared_bytes)) {
+    return launch_tiles<W>(logits_some_kernel<W>, a, kSome, sizeof(double) * 8 * kSome * kSome, stream);
+  }
+  return launch_tiles<W>(logits_many_kernel<W>, a, kTile, tiles, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_logits(const RouterArgs& args, const DeviceInfo& device, bool few, cudaStream_t stream) {
-  // The few tokens' kernel holds them in shared memory.
-  few = few && sizeof(double) * kFewTokens * args.hidden <= static_cast<size_t>(device.shared_bytes) - 1024;
+cudaError_t launch_logits(const RouterArgs& args, const DeviceInfo& device, cudaStream_t stream) {
   switch (args.weight_type) {
     case DType::kFloat32:
-      return launch<float>(args, device, few, stream);
+      return launch<float>(args, device, stream);
     case DType::kFloat16:
-      return launch<__half>(args, device, few, stream);
+      return launch<__half>(args, device, stream);
     case DType::kBFloat16:
-      return launch<__nv_bfloat16>(args, device, few, stream);
+      return launch<__nv_bfloat16>(args, device, stream);
   }
   return cudaErrorInvalidValue;
 }

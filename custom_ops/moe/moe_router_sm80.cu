@@ -4,7 +4,7 @@
 namespace deltafuse::moe {
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 16;
 
 // All blocks are resident (a cooperative launch), so they can wait for each other.
 __device__ __forceinline__ void grid_barrier(uint32_t* counter, uint32_t target) {
@@ -46,25 +46,38 @@ __device__ __forceinline__ int exclusive_sums(int* values, int count, int* scrat
 }
 
 __global__ void __launch_bounds__(kWarps * 32) select_kernel(RouterArgs a, PermuteArgs p) {
-  extern __shared__ __align__(16) uint32_t shared[];
+  extern __shared__ __align__(16) float shared[];
+  __shared__ SoftmaxStats stats[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = p.blocks;
-  uint32_t* keys = shared + warp * (a.experts + a.n_group);
-  uint32_t* groups = keys + a.experts;
-  int* counts = reinterpret_cast<int*>(shared + kWarps * (a.experts + a.n_group));
+  const int each = 2 * a.experts + a.n_group;
+  int* counts = reinterpret_cast<int*>(shared + kWarps * each);
   int* scratch = counts + a.experts;
   for (int e = threadIdx.x; e < a.experts; e += blockDim.x) counts[e] = 0;
   __syncthreads();
 
   const int first = static_cast<int>(int64_t(a.tokens) * block / blocks);
   const int end = static_cast<int>(int64_t(a.tokens) * (block + 1) / blocks);
+  // A warp takes a token; a lone token's scores are made by all.
+  const bool alone = end - first == 1;
+  if (alone) {
+    if (a.softmax && warp == 0) softmax_stats(a, first, &stats[0]);
+    __syncthreads();
+    score_tokens(a, first, 1, stats, shared, shared + a.experts, threadIdx.x, blockDim.x);
+    __syncthreads();
+  }
+#pragma unroll 1
   for (int token = first + warp; token < end; token += kWarps) {
-    const SoftmaxStats stats = softmax_stats(a, token, lane);
-#pragma unroll 2
-    for (int e = lane; e < a.experts; e += 32) keys[e] = choice_of(a, stats, token, e);
-    __syncwarp();
+    float* scores = shared + warp * each;
+    float* choices = scores + a.experts;
+    if (!alone) {
+      if (a.softmax) softmax_stats(a, token, &stats[warp]);
+      __syncwarp();
+      score_tokens(a, token, 1, &stats[warp], scores, choices, lane, 32);
+      __syncwarp();
+    }
     int id;
     float weight;
-    select(a, stats, token, keys, groups, lane, &id, &weight);
+    select(a, scores, choices, choices + a.experts, &id, &weight);
     if (lane < a.top_k) {
       const int64_t pair = int64_t(token) * a.top_k + lane;
       p.ids[pair] = id;
@@ -102,7 +115,7 @@ __global__ void __launch_bounds__(kWarps * 32) select_kernel(RouterArgs a, Permu
   int* tiles_before = reinterpret_cast<int*>(shared);  // the keys are not needed any more
   int* begins = tiles_before + a.experts;
   for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
-    begins[e] = counts[e];
+    begins[e] = arranged_rows(counts[e]);
     tiles_before[e] = (counts[e] + p.tile_tokens - 1) / p.tile_tokens;
   }
   __syncthreads();
@@ -136,7 +149,7 @@ __global__ void __launch_bounds__(256) shared_tiles_kernel(TokenTile* tiles, int
 }
 
 size_t select_shared(const RouterArgs& a) {
-  return sizeof(uint32_t) * (kWarps * (a.experts + a.n_group) + a.experts + kWarps + 1);
+  return sizeof(float) * (kWarps * (2 * a.experts + a.n_group) + a.experts + kWarps + 1);
 }
 
 }  // namespace

@@ -1,58 +1,107 @@
-// Which experts a token goes to: scores, groups, the best choices. Exactly as spec.py defines it.
+// Which experts a token goes to: scores, groups, the best choices. Exactly as spec.py defines it. Compact: a call of
+// one token runs all of this once, and instructions that are not in the cache yet cost more than the work.
 #pragma once
 
 #include "moe_device.cuh"
 
 namespace deltafuse::moe {
 
-// Floats as integers of the same order; NaN counts as minus infinity, and -0 as 0. 0 is below all of them.
+// Floats as integers of the same order. 0 is below all of them.
 __device__ __forceinline__ uint32_t order_of(float x) {
-  if (x != x) x = __int_as_float(0xff800000);
-  const uint32_t bits = __float_as_uint(x + 0.0f);
+  const uint32_t bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-__device__ __forceinline__ float number_of(uint32_t order) {
-  return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
+// NaN counts as minus infinity, and -0 as 0.
+__device__ __forceinline__ float comparable(float x) { return x != x ? __int_as_float(0xff800000) : x + 0.0f; }
+
+// e^x for x <= 0 in float64, to about an ulp; below e^-200 that. NaN stays.
+__device__ __forceinline__ double exp_negative(double x) {
+  constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52: rounds to an integer
+  const double y = x < -200.0 ? -200.0 : x;
+  const double shifted = fma(y, 1.4426950408889634, kMagic), n = shifted - kMagic;
+  const double r = fma(n, -1.9082149292705877e-10, fma(n, -0.6931471803691238, y));
+  const double s = r * r;
+  double even = 1.0 / 479001600.0, odd = 1.0 / 6227020800.0;
+  even = fma(even, s, 1.0 / 3628800.0), odd = fma(odd, s, 1.0 / 39916800.0);
+  even = fma(even, s, 1.0 / 40320.0), odd = fma(odd, s, 1.0 / 362880.0);
+  even = fma(even, s, 1.0 / 720.0), odd = fma(odd, s, 1.0 / 5040.0);
+  even = fma(even, s, 1.0 / 24.0), odd = fma(odd, s, 1.0 / 120.0);
+  even = fma(even, s, 0.5), odd = fma(odd, s, 1.0 / 6.0);
+  even = fma(even, s, 1.0), odd = fma(odd, s, 1.0);
+  const double p = fma(odd, r, even);
+  return x != x ? x : __hiloint2double(__double2hiint(p) + (__double2loint(shifted) << 20), __double2loint(p));
 }
 
-struct SoftmaxStats {
-  double largest = 0.0, sum = 1.0;
-};
+// 1 / (1 + e^-x).
+__device__ __forceinline__ float sigmoid_exact(float logit) {
+  const double x = static_cast<double>(logit), t = exp_negative(-fabs(x)), d = 1.0 + t;
+  const double guess = static_cast<double>(__fdividef(1.0f, static_cast<float>(d)));
+  const double e = fma(-d, guess, 1.0);
+  const double r = fma(guess, fma(e, e, e), guess);
+  return static_cast<float>(x < 0.0 ? t * r : r);
+}
 
 __device__ __forceinline__ float logit_of(const RouterArgs& a, int64_t token, int expert) {
   const int64_t i = token * a.experts + expert;
   if (a.logits) return __ldcg(a.logits + i);
   const float given = load_any(a.given, i, a.given_type);
-  if (!a.router_bias) return given;
-  return static_cast<float>(static_cast<double>(given) + static_cast<double>(a.router_bias[expert]));
+  return a.router_bias ? static_cast<float>(static_cast<double>(given) + static_cast<double>(a.router_bias[expert]))
+                       : given;
 }
 
-__device__ __forceinline__ float score_of(const RouterArgs& a, const SoftmaxStats& stats, float logit) {
-  const double x = static_cast<double>(logit);
-  if (a.softmax) return static_cast<float>(exp(x - stats.largest) / stats.sum);
-  return static_cast<float>(1.0 / (1.0 + exp(-x)));
-}
-
-// What the softmax of a token needs; the whole warp.
-__device__ __forceinline__ SoftmaxStats softmax_stats(const RouterArgs& a, int64_t token, int lane) {
-  SoftmaxStats stats;
-  if (!a.softmax) return stats;
+struct SoftmaxStats {
+  double largest, inverse;  // of the sum
+};
+// The whole warp.
+static __device__ __noinline__ void softmax_stats(const RouterArgs& a, int64_t token, SoftmaxStats* stats) {
+  const int lane = threadIdx.x % 32;
   float largest = __int_as_float(0xff800000);
+#pragma unroll 1
   for (int e = lane; e < a.experts; e += 32) largest = fmaxf(largest, logit_of(a, token, e));
+#pragma unroll 1
   for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
   double sum = 0.0;
-  for (int e = lane; e < a.experts; e += 32) sum += exp(static_cast<double>(logit_of(a, token, e)) - largest);
+#pragma unroll 1
+  for (int e = lane; e < a.experts; e += 32) {
+    sum += exp_negative(static_cast<double>(logit_of(a, token, e)) - static_cast<double>(largest));
+  }
+#pragma unroll 1
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  stats.largest = largest, stats.sum = sum;
-  return stats;
+  stats->largest = static_cast<double>(largest), stats->inverse = 1.0 / sum;
 }
 
-// The order of an expert's choice.
-__device__ __forceinline__ uint32_t choice_of(const RouterArgs& a, const SoftmaxStats& stats, int64_t token,
-                                              int expert) {
-  float choice = score_of(a, stats, logit_of(a, token, expert));
-  if (a.expert_bias) choice += a.expert_bias[expert];
-  return order_of(choice);
+// Scores and choices of `tokens` tokens from `first` on into shared memory [tokens, E], by `threads` threads of which
+// this is `thread`. stats: of each token, for softmax.
+__device__ __forceinline__ void score_tokens(const RouterArgs& a, int64_t first, int tokens, const SoftmaxStats* stats,
+                                             float* scores, float* choices, int thread, int threads) {
+  constexpr int kTogether = 4;
+  const int total = tokens * a.experts;
+#pragma unroll 1
+  for (int base = thread; base < total; base += kTogether * threads) {
+    float logit[kTogether], bias[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int i = base + j * threads;
+      if (i >= total) break;
+      const int token = tokens == 1 ? 0 : i / a.experts, expert = i - token * a.experts;
+      logit[j] = logit_of(a, first + token, expert);
+      bias[j] = a.expert_bias ? __ldg(a.expert_bias + expert) : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int i = base + j * threads;
+      if (i >= total) break;
+      float score;
+      if (a.softmax) {
+        const SoftmaxStats& s = stats[i / a.experts];
+        score = static_cast<float>(exp_negative(static_cast<double>(logit[j]) - s.largest) * s.inverse);
+      } else {
+        score = sigmoid_exact(logit[j]);
+      }
+      scores[i] = score;
+      choices[i] = comparable(a.expert_bias ? score + bias[j] : score);
+    }
+  }
 }
 
 struct Best {
@@ -62,90 +111,150 @@ struct Best {
 __device__ __forceinline__ bool after(uint32_t key, int index, const Best& last) {
   return key < last.key || (key == last.key && index > last.index);
 }
-__device__ __forceinline__ bool better(uint32_t key, int index, const Best& than) {
-  return key > than.key || (key == than.key && index < than.index);
-}
 
-// The best of keys[0, count) that comes after `last`; the whole warp.
-__device__ __forceinline__ Best next_best(const uint32_t* keys, int count, const Best& last, int lane) {
+// The best of values[0, count) that comes after `last`, by `lanes` neighbouring lanes.
+__device__ __forceinline__ Best next_best(const float* values, int count, const Best& last, int lanes) {
   Best best;
-#pragma unroll 4
-  for (int i = lane; i < count; i += 32) {
-    const uint32_t key = keys[i];
+#pragma unroll 1
+  for (int i = threadIdx.x % lanes; i < count; i += lanes) {
+    const uint32_t key = order_of(values[i]);
     if (after(key, i, last) && key > best.key) best.key = key, best.index = i;
   }
-  const uint32_t key = __reduce_max_sync(~0u, best.key);
-  best.index = __reduce_min_sync(~0u, best.key == key ? static_cast<unsigned>(best.index) : 0x7fffffffu);
-  best.key = key;
+#pragma unroll 1
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    const uint32_t key = __shfl_xor_sync(~0u, best.key, step);
+    const int index = __shfl_xor_sync(~0u, best.index, step);
+    if (key > best.key || (key == best.key && index < best.index)) best.key = key, best.index = index;
+  }
   return best;
 }
 
-constexpr Best kFirst{0xffffffffu, -1};
-
-// Leaves the choices of the groups that stay and masks the others. keys [E], groups [n_group] are the warp's own shared
-// memory; afterwards groups[g] is 1 where the group stays.
-__device__ __forceinline__ void mask_groups(const RouterArgs& a, uint32_t* keys, uint32_t* groups, int lane) {
-  const int size = a.experts / a.n_group;
-  int lanes = 32;  // for one group
-  while (lanes > 1 && 32 / lanes < a.n_group) lanes /= 2;
-  for (int base = 0; base < a.n_group; base += 32 / lanes) {
-    const int group = base + lane / lanes, begin = group * size;
-    Best last = kFirst;
+// Any groups: choices [E] of the warp's token are masked in place, kept[g] is 1 where a group stays. The whole warp.
+static __device__ __noinline__ void mask_groups(const RouterArgs& a, float* choices, float* kept) {
+  const int size = a.experts / a.n_group, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int g = 0; g < a.n_group; ++g) {
+    Best last{0xffffffffu, -1};
     float total = 0.0f;
+#pragma unroll 1
     for (int round = 0; round < a.group_top; ++round) {
-      Best best;
-      if (group < a.n_group) {
-#pragma unroll 4
-        for (int i = lane % lanes; i < size; i += lanes) {
-          const uint32_t key = keys[begin + i];
-          if (after(key, i, last) && key > best.key) best.key = key, best.index = i;
-        }
-      }
-      for (int step = lanes / 2; step > 0; step /= 2) {
-        const uint32_t key = __shfl_xor_sync(~0u, best.key, step);
-        const int index = __shfl_xor_sync(~0u, best.index, step);
-        if (better(key, index, best)) best.key = key, best.index = index;
-      }
-      total = round ? total + number_of(best.key) : number_of(best.key);
-      last = best;
+      last = next_best(choices + g * size, size, last, 32);
+      const float value = choices[g * size + last.index];
+      total = round ? total + value : value;
     }
-    if (group < a.n_group && lane % lanes == 0) groups[group] = order_of(total);
+    if (lane == 0) kept[g] = comparable(total);
   }
   __syncwarp();
-  Best last = kFirst;
-  for (int kept = 0; kept < a.topk_group; ++kept) last = next_best(groups, a.n_group, last, lane);
+  Best last{0xffffffffu, -1};
+#pragma unroll 1
+  for (int i = 0; i < a.topk_group; ++i) last = next_best(kept, a.n_group, last, 32);
   __syncwarp();
-  for (int g = lane; g < a.n_group; g += 32) groups[g] = !after(groups[g], g, last);
+#pragma unroll 1
+  for (int g = lane; g < a.n_group; g += 32) kept[g] = after(order_of(kept[g]), g, last) ? 0.0f : 1.0f;
   __syncwarp();
-  const uint32_t masked = order_of(a.masked_score_zero ? 0.0f : __int_as_float(0xff800000));
+  const float masked = a.masked_score_zero ? 0.0f : __int_as_float(0xff800000);
+#pragma unroll 1
   for (int e = lane; e < a.experts; e += 32) {
-    if (!groups[e / size]) keys[e] = masked;
+    if (kept[e / size] == 0.0f) choices[e] = masked;
   }
   __syncwarp();
 }
 
-// Chooses a token's experts; the whole warp. Lane j < top_k returns with the j-th expert and its weight.
-__device__ __forceinline__ void select(const RouterArgs& a, const SoftmaxStats& stats, int64_t token, uint32_t* keys,
-                                       uint32_t* groups, int lane, int* id, float* weight) {
+// Chooses a token's experts; the whole warp, a lane holds kEach neighbouring experts. Lane j < top_k returns with the
+// j-th expert and its weight.
+template <int kEach>
+static __device__ __noinline__ void select_from(const RouterArgs& a, const float* scores, float* choices, float* kept,
+                                                int* id, float* weight) {
+  const int lane = threadIdx.x % 32;
   const bool grouped = a.topk_group < a.n_group;
-  if (grouped) mask_groups(a, keys, groups, lane);
-  Best last = kFirst;
-  int mine = 0;
-  for (int j = 0; j < a.top_k; ++j) {
-    last = next_best(keys, a.experts, last, lane);
-    if (lane == j) mine = last.index;
+  // Groups that are whole lanes, a power of two of them, go by registers.
+  const int size = a.experts / a.n_group, lanes = size / kEach;
+  const bool easy = grouped && a.group_top <= 2 && lanes * kEach == size && (lanes & (lanes - 1)) == 0 && lanes <= 32;
+  if (grouped && !easy) mask_groups(a, choices, kept);
+  uint32_t keys[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int e = lane * kEach + i;
+    keys[i] = e < a.experts ? order_of(choices[e]) : 0;
   }
-  float w = 0.0f;
-  if (lane < a.top_k) {
-    w = score_of(a, stats, logit_of(a, token, mine));
-    if (grouped && a.masked_weights && !groups[mine / (a.experts / a.n_group)]) w = 0.0f;
+  unsigned staying = ~0u;  // lanes
+  if (easy) {
+    uint32_t one = 0, two = 0;  // the largest of the group
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      two = max(two, min(one, keys[i]));
+      one = max(one, keys[i]);
+    }
+#pragma unroll 1
+    for (int step = 1; step < lanes; step *= 2) {
+      const uint32_t other = __shfl_xor_sync(~0u, one, step), second = __shfl_xor_sync(~0u, two, step);
+      two = max(max(two, second), min(one, other));
+      one = max(one, other);
+    }
+    auto number = [](uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); };
+    const float total = a.group_top == 2 ? number(one) + number(two) : number(one);
+    const uint32_t own = order_of(comparable(total));
+    int better = 0;
+#pragma unroll 4
+    for (int g = 0; g < a.n_group; ++g) {
+      const uint32_t other = __shfl_sync(~0u, own, g * lanes);
+      better += other > own || (other == own && g < lane / lanes);
+    }
+    const bool stays = better < a.topk_group;
+    staying = __ballot_sync(~0u, stays);
+    if (!stays) {
+      const uint32_t masked = order_of(a.masked_score_zero ? 0.0f : __int_as_float(0xff800000));
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) keys[i] = lane * kEach + i < a.experts ? masked : 0;
+    }
+  }
+  uint32_t best = 0;
+  int at = 0, mine = 0;
+  auto find = [&] {
+    best = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (keys[i] > best) best = keys[i], at = i;
+    }
+  };
+  find();
+#pragma unroll 1
+  for (int j = 0; j < a.top_k; ++j) {
+    const uint32_t most = __reduce_max_sync(~0u, best);
+    const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, best == most))) - 1;  // lower lanes hold lower experts
+    const int expert = owner * kEach + __shfl_sync(~0u, at, owner);
+    if (lane == j) mine = expert;
+    if (lane == owner) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) keys[i] = i == at ? 0 : keys[i];
+      find();
+    }
+  }
+  float w = lane < a.top_k ? scores[mine] : 0.0f;
+  if (grouped && a.masked_weights) {
+    const bool stays = easy ? (staying >> (mine / kEach)) & 1 : kept[mine / size] != 0.0f;
+    if (!stays) w = 0.0f;
   }
   if (a.norm_topk_prob) {
     float sum = 0.0f;
+#pragma unroll 4
     for (int j = 0; j < a.top_k; ++j) sum += __shfl_sync(~0u, w, j);
     w = w / (sum + a.norm_eps);
   }
   *id = mine, *weight = w * a.scaling;
+}
+
+__device__ __forceinline__ void select(const RouterArgs& a, const float* scores, float* choices, float* kept, int* id,
+                                       float* weight) {
+  if (a.experts <= 64) {
+    select_from<2>(a, scores, choices, kept, id, weight);
+  } else if (a.experts <= 256) {
+    select_from<8>(a, scores, choices, kept, id, weight);
+  } else if (a.experts <= 512) {
+    select_from<16>(a, scores, choices, kept, id, weight);
+  } else {
+    select_from<32>(a, scores, choices, kept, id, weight);
+  }
 }
 
 }  // namespace deltafuse::moe

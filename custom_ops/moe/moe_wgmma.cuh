@@ -149,9 +149,6 @@ __device__ __forceinline__ void fewer_registers() {
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
-// What the copies wrote, for the tensor cores.
-__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
-
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(address(bar)), "r"(count) : "memory");
 }
@@ -177,18 +174,6 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, u
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(shared),
       "l"(global), "r"(bytes), "r"(address(bar))
       : "memory");
-}
-// 16 bytes, of which `bytes` are there and the rest zeros.
-__device__ __forceinline__ void copy16(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy4(uint32_t shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(shared), "l"(global) : "memory");
-}
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
-// The thread's arrival, once its copies so far are done.
-__device__ __forceinline__ void copies_arrive(uint64_t* bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(address(bar)) : "memory");
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

@@ -187,17 +187,16 @@ def test_prompts(kernels: Kernels, weights: str, tokens: int) -> None:
 
 
 def test_small_scales_of_float16(kernels: Kernels) -> None:
-    """Scales far below float16's normal numbers."""
+    """Scales below float16's normal numbers, with tokens as much larger."""
     inputs = draw_inputs(LAYER, 40, np.random.default_rng(1), "normal", "float16")
-    for name in ("gate_up_scale", "shared_gate_up_scale"):
+    inputs["x"] = (inputs["x"] * np.float16(1000)).astype(np.float16)
+    for name in ("gate_up_scale", "shared_gate_up_scale", "router_weight"):
         inputs[name] = inputs[name] * np.float32(1e-3)
-    for name in ("down_scale", "shared_down_scale"):
-        inputs[name] = inputs[name] * np.float32(1e3)
     want = reference(LAYER, inputs)["y"]
     for tokens in (40, 3):
         few = {name: x[:tokens] if name == "x" else x for name, x in inputs.items()}
         error = relative_error(kernels.run(LAYER, few)["y"], want[:tokens])
-        assert error <= 2 * tolerance("cuda", "float16"), f"{tokens} tokens: {error:.2e}"
+        assert error <= tolerance("cuda", "float16"), f"{tokens} tokens: {error:.2e}"
 
 
 def test_repeats_give_equal_bits(kernels: Kernels) -> None:
