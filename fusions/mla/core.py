@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
 from ..graph import GraphView, attribute_float, attribute_int, attribute_string, is_op, rank_of
-from .masks import NOTHING, MaskTerm, as_truths
+from .masks import MaskTerm, as_truths, nothing
 
 
 @dataclass
@@ -173,7 +173,7 @@ def _before(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
             if cond is None or yes is None or no is None:
                 return None
             least = view.scalar(no)
-            if least is None or least > NOTHING or not _is_product(view, yes):
+            if least is None or least > nothing(no.dtype) or not _is_product(view, yes):
                 return Refusal("mask", "a mask that is not understood", producer.name or "")
             core.explained.add(producer)
             core.terms.append(MaskTerm("keep", cond))

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import onnx_ir as ir
 
+from ..graph import FLOAT_TYPES
 from .linear import FALSE, TRUE, Cond, Lin, axis, both, either, negate, simplify
 
 LARGE = 1 << 31
+#: Types that hold every place and size exactly: float32 does up to 2^24.
+_WIDE = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.FLOAT, ir.DataType.DOUBLE})
+#: Whole numbers up to this are exact in float16; what is larger is no count or flag.
+_EXACT = 2048
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,29 @@ def truth(element: Element) -> Cond:
     if isinstance(element, (int, float)):
         return TRUE if element else FALSE
     raise Unknown("a vector as a truth")
+
+
+def fitting(element: Element, to: ir.DataType) -> Element:
+    """A number or an expression after a cast, which must not change it: places of any size fit wide types only.
+
+    Raises:
+        Unknown: it would be rounded or wrapped, for some place at least.
+    """
+    number = number_of(element)
+    if number is None:
+        if to not in _WIDE or not isinstance(element, Lin):
+            raise Unknown("a cast that may round or wrap")
+        return element
+    if to in FLOAT_TYPES:
+        if abs(number) > _EXACT and np.isfinite(number):
+            return element  # a number that stands for minus infinity: its size may change, its meaning not
+        exact = float(np.asarray(number, np.float64).astype(to.numpy())) == number or not np.isfinite(number)
+    else:
+        info = np.iinfo(to.numpy())
+        exact = number == int(number) and info.min <= number <= info.max if np.isfinite(number) else False
+    if not exact:
+        raise Unknown("a cast that changes a number")
+    return element
 
 
 def literal(x: object) -> Element:

@@ -138,7 +138,17 @@ def walk(view: GraphView, start: ir.Value) -> Flow:
         else:
             found.lost = found.lost or producer
             found.leaves.setdefault(value, scale)
+    _whole(found)
     return found
+
+
+def _whole(found: Flow) -> None:
+    """A part of a leaf, such as half of a rotary key, is no leaf beside it."""
+    for leaf in list(found.leaves):
+        producer = leaf.producer()
+        if producer is not None and is_op(producer, "Slice", "Split") and producer.inputs[0] in found.leaves:
+            del found.leaves[leaf]
+            found.nodes[producer] = None
 
 
 def _product(view: GraphView, node: ir.Node, found: Flow) -> list[tuple[ir.Value, float]]:

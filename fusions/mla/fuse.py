@@ -22,6 +22,7 @@ from .core import Core, is_anchor, read_core
 from .equal import merge_equal
 from .op import MLA
 from .recognise import candidates
+from .sizes import size_refusal
 from .symbolic import Symbolic
 
 #: Readings tried at one place before it is given up.
@@ -80,10 +81,12 @@ class FuseMla(FusePass):
 
     def _screened(self, view: GraphView, prover: Prover, place: Site, region: RegionReport) -> Iterator[Candidate]:
         assert place.block is not None
+        count = -1
         for count, candidate in enumerate(candidates(view, self._symbolic, place.block, place.name, place.form)):
             if count >= MAX_READINGS:
                 return
-            measured = type_refusal(candidate) or prover.screen(candidate)
+            refused = type_refusal(candidate) or size_refusal(view, candidate, _looked_up(candidate))
+            measured = refused or prover.screen(candidate)
             if isinstance(measured, Refusal):
                 region.refusal = region.refusal or measured
                 if measured.code == "budget":
@@ -91,10 +94,21 @@ class FuseMla(FusePass):
                 continue
             region.refusal = None
             yield candidate
+        if count < 0 and place.block.core.terms:
+            region.refusal = Refusal(
+                "mask",
+                "its masks are neither causal, sliding or padding masks of minus infinity, nor one tensor of four axes",
+                place.name,
+            )
 
     def notes(self, candidate: Candidate, proof: ProofReport | None) -> list[str]:
         limited = cuda_refusal(candidate.config)
         return [] if limited is None else [f"on CUDA the portable body runs it: {limited.reason}"]
+
+
+def _looked_up(candidate: Candidate) -> bool:
+    """Is the mask [batch, keys], looked up by the key's place?"""
+    return "attn_mask" in candidate.operands and len(candidate.operands["attn_mask"].pieces[0].axes) == 2
 
 
 def _form(core: Core) -> str:

@@ -12,8 +12,15 @@ from .elements import Choice, Element, Unknown, truth
 from .linear import Cond, Lin, Look, axis, both, negate
 from .symbolic import Symbolic
 
-#: Added to a score, this or less leaves nothing of its key.
-NOTHING = -9e3
+#: Added to a score, this or less leaves nothing of its key: beyond what scores of 16 bits reach, or any in float32. A
+#: mask of -10000 does not: scores may be as large as that.
+_NOTHING = {ir.DataType.FLOAT16: -6e4}
+_NOTHING_WIDE = -1e8
+
+
+def nothing(dtype: ir.DataType | None) -> float:
+    """The largest mask of this type that leaves nothing of a key."""
+    return _NOTHING_WIDE if dtype is None else _NOTHING.get(dtype, _NOTHING_WIDE)
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ def as_truths(view: GraphView, term: MaskTerm) -> tuple[ir.Value, set[ir.Node]] 
     if term.kind != "add":
         return None
     nodes: set[ir.Node] = set()
-    value, inverted = term.value, False
+    value, inverted, limit = term.value, False, nothing(term.value.dtype)
     for _ in range(12):
         producer = value.producer()
         if producer is None:
@@ -96,7 +103,7 @@ def as_truths(view: GraphView, term: MaskTerm) -> tuple[ir.Value, set[ir.Node]] 
         nodes.add(producer)
         if is_op(producer, "Where"):
             yes, no = view.scalar(producer.inputs[1]), view.scalar(producer.inputs[2])
-            if yes == 0.0 and no is not None and no <= NOTHING and not inverted:
+            if yes == 0.0 and no is not None and no <= limit and not inverted:
                 return (producer.inputs[0], nodes) if producer.inputs[0] is not None else None
             return None
         if is_op(producer, "Mul"):
@@ -104,7 +111,7 @@ def as_truths(view: GraphView, term: MaskTerm) -> tuple[ir.Value, set[ir.Node]] 
             source = producer.inputs[0]
             if least is None:
                 least, source = view.scalar(producer.inputs[0]), producer.inputs[1]
-            if least is None or least > NOTHING or source is None:
+            if least is None or least > limit or source is None:
                 return None
             value, inverted = source, True
         elif is_op(producer, "Cast", "Identity") and producer.inputs[0] is not None:
@@ -128,16 +135,16 @@ def as_truths(view: GraphView, term: MaskTerm) -> tuple[ir.Value, set[ir.Node]] 
     return None
 
 
-def keeps(element: Element) -> Cond:
-    """Where an added mask is zero; elsewhere it must leave nothing."""
+def keeps(element: Element, limit: float) -> Cond:
+    """Where an added mask is zero; elsewhere it must be ``limit`` or less, which leaves nothing."""
     if isinstance(element, Choice):
-        yes, no = keeps(element.yes), keeps(element.no)
+        yes, no = keeps(element.yes, limit), keeps(element.no, limit)
         return both(
             negate(both(element.cond, negate(yes))),
             negate(both(negate(element.cond), negate(no))),
         )
     number = element.number if isinstance(element, Lin) else element if isinstance(element, float) else None
-    if number is None or not (number == 0 or number <= NOTHING):
+    if number is None or not (number == 0 or number <= limit):
         raise _NoClosedForm
     return Cond("true") if number == 0 else Cond("false")
 
@@ -159,7 +166,7 @@ def _closed(view: GraphView, symbolic: Symbolic, terms: list[MaskTerm], causal: 
         except Unknown:
             raise _NoClosedForm from None
         try:
-            cond = keeps(tensor.element) if term.kind == "add" else truth(tensor.element)
+            cond = keeps(tensor.element, nothing(term.value.dtype)) if term.kind == "add" else truth(tensor.element)
         except Unknown:
             raise _NoClosedForm from None
         found.nodes |= symbolic.nodes_of(term.value)
@@ -237,7 +244,7 @@ def _frozen(view: GraphView, term: MaskTerm, offset: Lin, tokens: Lin) -> tuple[
     table: np.ndarray = tables[0]
     if table.dtype.kind != "b":
         table = table.astype(np.float32)
-        if not np.all((table == 0) | (table <= NOTHING)):
+        if not np.all((table == 0) | (table <= nothing(term.value.dtype))):
             return None
         table = table == 0
     rows, keys = table.shape[0], table.shape[1]

@@ -24,6 +24,7 @@ from .elements import (
     choose,
     combine,
     even,
+    fitting,
     flat,
     larger,
     literal,
@@ -206,12 +207,12 @@ class Symbolic:
         source = self(node.inputs[0])
         to = ir.DataType(node.attributes["to"].as_int())
         if isinstance(source.element, Vec):
-            return source
+            return Tensor(source.shape, Vec(tuple(fitting(item, to) for item in source.element.items)))
         if to == ir.DataType.BOOL:
             return Tensor(source.shape, truth(source.element))
         if isinstance(source.element, Cond):
             return Tensor(source.shape, choose(source.element, Lin(1), Lin(0)))
-        return source
+        return Tensor(source.shape, map_leaves(source.element, lambda x: fitting(x, to)))
 
     def _on_unsqueeze(self, node: ir.Node) -> Tensor:
         source = self(node.inputs[0])
