@@ -10,7 +10,7 @@ namespace {
 constexpr int kM = 128, kN = 256, kK = 64, kStages = 4, kThreads = 384;
 constexpr int kABytes = kM * kK * 2, kBBlock = kK * 128, kBBytes = kBBlock * kN / 64, kStageBytes = kABytes + kBBytes;
 constexpr int kSharedBytes = 1024 + kStages * kStageBytes + 256;
-constexpr int kOutRow = kN * 2 + 16;  // bytes
+[[maybe_unused]] constexpr int kOutRow = kN * 2 + 16;  // bytes
 
 struct KernelArgs {
   Lengths lengths;

@@ -1,13 +1,13 @@
-"""Times real-size KDA layers as torch.onnx.export leaves them, unfused and fused, outputs compared first.
+"""Times real-size layers as torch.onnx.export leaves them, unfused and fused, outputs compared first.
 
     python tests/bench/bench_layer.py --device cuda --out result.json
     python tests/bench/bench_layer.py --device cpu --layers kda_512 --steps
 
-The layers are those of tests/data/kda_*.skel.onnx.xz (Ling-3.0-flash: hidden 2560, 32 heads of 128, float16, frozen
-at 512 and 2048 tokens) with random weights. "fused, stock" is the fused model without the plugin: ORT inlines the
-function body. ``--steps`` adds one-token steps of a small hybrid model, unfused and fused. Times are medians of whole
-runs, with inputs and outputs bound on the device where there is one. GPU memory is the device's free memory before the
-session and after its runs: weights, activations, arenas and libraries' workspaces.
+The layers are those of tests/data/*.skel.onnx.xz (Ling-3.0-flash: hidden 2560, 32 heads of 128, float16, frozen at 512
+and 2048 tokens) with random weights: kda_512, kda_2048, mla_2048. "fused, stock" is the fused model without the plugin:
+ORT inlines the function body. ``--steps`` adds one-token steps of a small hybrid model, unfused and fused. Times are
+medians of whole runs, with inputs and outputs bound on the device where there is one. GPU memory is the device's free
+memory before the session and after its runs: weights, activations, arenas and libraries' workspaces.
 """
 
 from __future__ import annotations
@@ -69,6 +69,17 @@ def timed(
     return outputs, {"median_ms": statistics.median(times), "min_ms": min(times), "runs": len(times)}
 
 
+def feeds_of(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """Random numbers for a layer's hidden states; a layer with rotation takes cosines and sines too."""
+    rng = np.random.default_rng(1)
+    shapes = {x.name: [d.dim_value for d in x.type.tensor_type.shape.dim] for x in proto.graph.input}
+    (hidden, *tables) = shapes
+    feeds = {hidden: rng.standard_normal(shapes[hidden])}
+    for name, turn in zip(tables, (np.cos, np.sin), strict=False):
+        feeds[name] = turn(np.random.default_rng(2).uniform(-np.pi, np.pi, shapes[name]))
+    return {name: value.astype(np.float16) for name, value in feeds.items()}
+
+
 def used_memory(device: str) -> int | None:
     """Bytes in use on the GPU, by whoever."""
     if device != "cuda":
@@ -107,7 +118,7 @@ def measure(model: Path, fused: Path, feeds: dict[str, np.ndarray], device: str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--layers", default="kda_512,kda_2048")
+    parser.add_argument("--layers", default="kda_512,kda_2048,mla_2048")
     parser.add_argument("--steps", action="store_true", help="one-token steps of a small hybrid model too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -118,10 +129,8 @@ def main() -> None:
             proto = library.real_layer(name)
             weights = sum(int(np.prod(t.dims)) * 2 for t in proto.graph.initializer if len(t.raw_data) > 1 << 16)
             onnx.save(proto, model)
-            report = deltafuse.fuse(model, fused, require={"kda": 1})
-            tokens = proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value
-            x = np.random.default_rng(1).standard_normal((1, tokens, 2560)).astype(np.float16)
-            rows[name] = measure(model, fused, {proto.graph.input[0].name: x}, args.device, weights)
+            report = deltafuse.fuse(model, fused, require={name.split("_")[0]: 1})
+            rows[name] = measure(model, fused, feeds_of(proto), args.device, weights)
             rows[name] |= {"nodes": [report.nodes_before, report.nodes_after], "fuse_seconds": report.seconds}
             rows[name]["file_bytes"] = [model.stat().st_size, fused.stat().st_size]
         if args.steps:
