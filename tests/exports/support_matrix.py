@@ -31,7 +31,6 @@ FAMILIES = {
     "glm5_": "GLM-5-next",
     "dsv3_": "DeepSeek-V3 (`deepseek_v3`)",
     "la27_": "layers of ONNX's own operators",
-    "mla_": "MLA layers written by hand",
 }
 FORMS = {
     "chunked": "prompts, in chunks",
@@ -43,6 +42,15 @@ FORMS = {
 }
 #: transformers' class of a block of experts, without what all of them are called.
 _CLASS = re.compile(r"torch\.onnx\.export of (\w+?)(?:Sparse)?M[oO][eE](?:Block)?,")
+#: transformers' name of a model of which there is one layer of attention, and the cache of one that is written by hand.
+_ATTENTION = re.compile(r"(\w+), one layer,|(\w+)MLA,")
+_CACHE = re.compile(r"cache (\w+)")
+_CACHES = {
+    "latent": "latents",
+    "expanded": "keys and values",
+    "static": "one size for good",
+    "packed": "packed latents",
+}
 
 
 def family(export: Export) -> str:
@@ -50,6 +58,9 @@ def family(export: Export) -> str:
     for start, name in FAMILIES.items():
         if export.name.startswith(start):
             return name
+    if export.name.startswith("mla_"):
+        other = _ATTENTION.match(export.made)
+        return "MLA layers of models of transformers" if other else "MLA layers written by hand"
     if "moe" in export.tags or export.moe:
         return "experts of other models of transformers" if _CLASS.search(export.made) else "experts written by hand"
     return "KDA layers written by hand"
@@ -71,6 +82,11 @@ def style(export: Export) -> str:
         return "quantized weights (`DequantizeLinear`)"
     if "noopt" in export.name:
         return "torch.onnx, not optimised"
+    if export.name.startswith("mla_"):
+        if "decode" in export.tags or "prefill" in export.tags:
+            return f"torch.onnx: {'one token' if 'decode' in export.tags else 'prompts'}"
+        cache = _CACHE.search(export.made)
+        return f"torch.onnx: cache of {_CACHES.get(cache[1], cache[1])}" if cache else "torch.onnx"
     return f"torch.onnx: {FORMS[export.form]}" if export.form else "torch.onnx"
 
 
@@ -99,7 +115,15 @@ def matrix() -> str:
         opsets = ", ".join(map(str, sorted({export.opset for export in found})))
         lines.append(f"| {name} | {how} | {' | '.join(cells)} | {opsets} |")
     models = sorted({match[1] for export in all_exports().values() if (match := _CLASS.search(export.made))})
-    lines += ["", f"Experts of transformers' models: {', '.join(models)}.", "", "Left alone on purpose:", ""]
+    attention = sorted({m[1] or m[2] for e in all_exports().values() if (m := _ATTENTION.match(e.made))})
+    lines += [
+        "",
+        f"Experts of transformers' models: {', '.join(models)}.",
+        "Layers of MLA: " + ", ".join(attention) + ".",
+        "",
+        "Left alone on purpose:",
+        "",
+    ]
     lines += [f"- `{export.name}`: {export.made.split(': Choice')[0]}" for export in refused]
     return "\n".join(lines)
 

@@ -63,7 +63,8 @@ def test_in_memory(decode: onnx.ModelProto, kind: str) -> None:
         "graphsurgeon": lambda: gs.export_onnx(result),
     }[kind]()
     onnx.checker.check_model(proto)
-    assert [n.op_type for n in proto.graph.node if n.domain == "deltafuse"] == ["KimiDeltaAttention"]
+    calls = [n.op_type for n in proto.graph.node if n.domain == "deltafuse"]
+    assert calls == ["KimiDeltaAttention", "LatentAttention", "GroupedQMoE"]
     assert_close(run(proto), run(decode))
 
 
@@ -98,7 +99,8 @@ def test_external_data_through_the_command(decode: onnx.ModelProto, tmp_path: Pa
 
 def test_inspect_changes_nothing(decode: onnx.ModelProto) -> None:
     report = deltafuse.inspect(decode)
-    assert [r.status for r in report.regions] == ["recognised"] and report.dry_run
+    assert [(r.op, r.status) for r in report.regions] == [(op, "recognised") for op in ("kda", "mla", "moe")]
+    assert report.dry_run
     assert report.nodes_before == len(decode.graph.node)
 
 
@@ -106,7 +108,7 @@ def test_a_model_without_kda(tmp_path: Path) -> None:
     """Nothing to fuse: exit code 0, 1 if some were required, and the model computes what it did."""
     path = tmp_path / "mla.onnx"
     path.write_bytes(unpack("mla_hub_sdpa_latent"))
-    report = deltafuse.fuse(path, tmp_path / "out.onnx")
+    report = deltafuse.fuse(path, tmp_path / "out.onnx", fusions=["kda"])
     assert report.regions == [] and report.output_bytes > 0
     onnx.checker.check_model(str(tmp_path / "out.onnx"))
     with pytest.raises(deltafuse.RequirementError, match="required kda=1, fused 0"):
