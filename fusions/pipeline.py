@@ -15,6 +15,7 @@ from .cleanup import cleanup_passes
 from .fuse import FusePass
 from .kda.fuse import FuseKda
 from .mla.fuse import FuseMla
+from .mla.latent_cache import LatentCache
 from .moe.fuse import FuseMoe
 from .passes import Pass, PassManager, Progress
 from .proof import ProofBudget
@@ -62,6 +63,7 @@ def fuse_model(
     fusions: Collection[str] | None = None,
     quantize: Mapping[str, Scheme] | None = None,
     statistics: Mapping[str, Statistics] | None = None,
+    latent_cache: bool = False,
 ) -> FusionReport:
     """Fuse what can be recognised and proved.
 
@@ -74,6 +76,8 @@ def fuse_model(
         progress: called with (what, done, total).
         fusions: keys of the fusions to look for; None: all that there are.
         quantize: schemes by group of weights (``quantize.parse_quantize``). A dry run quantizes nothing.
+        latent_cache: let caches of keys and values become caches of latents, which changes the model's signature; the
+            report's notes have the new names and shapes. A dry run leaves them.
         statistics: of activations, by their value's name, for quantizing with them.
 
     Returns:
@@ -95,6 +99,8 @@ def fuse_model(
         if fusions is None or fuser.op.key in fusions
     ]
     passes: list[Pass] = [*cleanup_passes(), *(other() for other in outside.passes), *fusers]
+    if latent_cache and not dry_run and any(fuser.op.key == "mla" for fuser in fusers):
+        passes.append(LatentCache(verify=verify))
     quantizer = Quantize(quantize, statistics, progress, Sources(work)) if quantize and not dry_run else None
     if quantizer is not None:
         passes = [RaiseOpset(quantizer.schemes), *passes, quantizer]

@@ -44,6 +44,7 @@ def fuse(
     times: Iterable[str | os.PathLike[str]] = (),
     quantize: str | Mapping[str, str] | None = None,
     calibration: str | os.PathLike[str] | None = None,
+    latent_cache: bool = False,
 ) -> FusionReport:
     """Find the blocks that deltafuse knows, prove each, and replace it with one fused node.
 
@@ -68,6 +69,8 @@ def fuse(
             ``uint4``, ``int8``, ``uint8`` with blocks of ``:128`` columns or ``:channel`` (``:asym`` for zero points),
             ``fp8:128x128``, ``bf16``. Types of activations stay what they are.
         calibration: a file that ``deltafuse calibrate`` wrote of this model: scales are chosen with it.
+        latent_cache: let caches of keys and values of fused latent attention become caches of latents. That changes
+            inputs and outputs of the model: the report's pass ``latent-cache`` notes their names and shapes.
 
     Returns:
         The report. ``report.model`` is the new ``onnx_ir.Model``; ``report.result()`` gives it as the kind that came
@@ -83,6 +86,8 @@ def fuse(
     measured = _measured(times, report)
     options: dict[str, Any] = {} if chosen is None else {"fusions": chosen}
     options |= _quantize_options(quantize, calibration)
+    if latent_cache:
+        options["latent_cache"] = True
     ort_version = require_ort("recognising and proving")
     for file in (output, report):
         if file is not None:

@@ -122,6 +122,12 @@ def fuse_command(
     proof_seconds: Seconds = None,
     quantize: Quantize = None,
     calibration: CalibrationFile = None,
+    latent_cache: Annotated[
+        bool,
+        typer.Option(
+            "--latent-cache", help="Caches of keys and values become caches of latents: other inputs and outputs."
+        ),
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -153,6 +159,7 @@ def fuse_command(
                 proof_seconds=proof_seconds,
                 quantize=quantize,
                 calibration=calibration,
+                latent_cache=latent_cache,
             ),
             quiet,
             as_json,

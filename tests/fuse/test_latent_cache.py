@@ -1,0 +1,83 @@
+"""`--latent-cache`: another signature, the same model."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from deltafuse.fusions.mla.latent_cache import config_of, sequence_error
+from deltafuse.fusions.pipeline import fuse_model
+from exports import library
+
+Arrays = library.Arrays
+TOKENS = 6
+
+
+def steps(model: onnx.ModelProto, seed: int = 3) -> list[np.ndarray]:
+    """The first output of each step, from an empty cache on: outputs after it are the next step's caches."""
+    session = library.session(model)
+    rng = np.random.default_rng(seed)
+    caches = [i for i in model.graph.input if len(library.shape_of(i)) >= 3 and i.name != "x"]
+    state: Arrays = {}
+    for value in caches:
+        shape = [d if isinstance(d, int) else 0 for d in library.shape_of(value)]
+        state[value.name] = np.zeros(shape, np.float32)
+    found = []
+    for at in range(TOKENS):
+        feeds: Arrays = {"x": rng.standard_normal((1, 1, 24)).astype(np.float32), **state}
+        feeds["positions"] = np.array([[at]])
+        if any(i.name == "rest_0" and len(library.shape_of(i)) == 1 for i in model.graph.input):
+            feeds["rest_0"] = np.array([at])
+        outputs = list(library.run(session, feeds).values())
+        found.append(outputs[0])
+        state = {value.name: array for value, array in zip(caches, outputs[1:], strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("name", ["mla_expanded", "mla_expanded_op24", "mla_static"])
+def test_a_sequence_gives_the_same_with_a_cache_of_latents(name: str) -> None:
+    before = library.export(name).proto()
+    report = fuse_model(ir.from_proto(before), latent_cache=True)
+    assert report.model is not None
+    after = ir.to_proto(report.model)
+    onnx.checker.check_model(after)
+    for one, other in zip(steps(before), steps(after), strict=True):
+        assert library.error(other, one) < 1e-4
+    note = next(n for p in report.passes if p.name == "latent-cache" for n in p.notes)
+    for value in (*after.graph.input, *after.graph.output):
+        if value.name not in {v.name for v in (*before.graph.input, *before.graph.output)}:
+            assert value.name in note
+    sizes = [library.shape_of(i)[-1] for i in after.graph.input if "rest" in i.name]
+    assert 16 in sizes and 4 in sizes
+
+
+def test_it_is_asked_for() -> None:
+    """Without the option the signature stays."""
+    before = library.export("mla_expanded").proto()
+    report = fuse_model(ir.from_proto(before))
+    assert report.model is not None
+    after = ir.to_proto(report.model)
+    assert [i.name for i in after.graph.input] == [i.name for i in before.graph.input]
+
+
+def test_a_cache_that_others_read_stays() -> None:
+    """An output that is something else besides a cache can't change its meaning."""
+    model = library.export("mla_expanded").model()
+    report = fuse_model(model)
+    assert report.model is not None
+    fused = ir.to_proto(report.model)
+    key = next(i.name for i in fused.graph.input if library.shape_of(i)[-1] == 12)
+    fused.graph.node.append(onnx.helper.make_node("ReduceSum", [key], ["total"], keepdims=0))
+    fused.graph.output.append(onnx.helper.make_tensor_value_info("total", onnx.TensorProto.FLOAT, []))
+    again = fuse_model(ir.from_proto(fused), latent_cache=True)
+    refused = [r for p in again.passes if p.name == "latent-cache" for r in p.refused]
+    assert [r.code for r in refused] == ["latent-cache"]
+
+
+def test_the_check_compares_both_forms() -> None:
+    """It is small for right bodies."""
+    report = fuse_model(library.export("mla_expanded").model())
+    assert report.model is not None
+    node = next(n for n in report.model.graph if n.op_type == "LatentAttention")
+    assert sequence_error(config_of(node)) < 1e-5
