@@ -125,6 +125,10 @@ class FusePass(Pass):
             return region, None
         refusal, proof = None, None
         for candidate in found:
+            looped = reads_its_results(view, candidate)
+            if looped is not None:
+                refusal = refusal or Refusal("cycle", looped, place.name)
+                continue
             proof = prover.prove(candidate) if self.verify else None
             if proof is not None and not proof.proved:
                 refusal = refusal or Refusal("unproved", proof.reason, place.name)
@@ -158,6 +162,25 @@ class FusePass(Pass):
         if rounds_inside(candidate):
             region.notes.append("the original rounds some values inside to 16 bits; the fused op keeps float32 there")
         region.notes += self.notes(candidate, proof)
+
+
+def reads_its_results(view: GraphView, candidate: Candidate) -> str | None:
+    """In words, which operand is made from the block's own results (a mask as long as the cache that it gives, say): one
+    node can't stand for both. None where there is none."""
+    results = set(candidate.output_values())
+    first = min((view.position[p] for v in results if (p := v.producer()) is not None), default=0)
+    for start in candidate.input_values():
+        stack, seen = [start], {start}
+        while stack:
+            value = stack.pop()
+            if value in results:
+                return f"the operand {start.name!r} is made from {value.name!r}, which the block gives"
+            producer = value.producer()
+            if producer is not None and view.position[producer] >= first:
+                fresh = [v for v in view.inputs_of(producer) if v not in seen]
+                seen.update(fresh)
+                stack += fresh
+    return None
 
 
 def region_size(region: Region) -> int:

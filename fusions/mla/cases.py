@@ -108,7 +108,8 @@ def _mask(candidate: Candidate, batch: int, tokens: int, keys: int, rng: np.rand
         if queries > 1:
             kept[..., ::2, :] = False
         else:
-            kept[..., : max(keys // 2, 1)] = False  # with a causal mask: the first queries'
+            # with a causal mask the first queries are left without a key, else those of a whole sequence
+            kept[..., : max(keys // 2, 1) if config.causal else keys] = False
             kept[:1] &= keys > 1
         if not config.bool_mask:
             return np.where(kept, 0.0, np.finfo(np.float32).min)

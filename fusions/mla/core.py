@@ -130,8 +130,8 @@ def _is_product(view: GraphView, value: ir.Value | None) -> bool:
             return _is_product(view, producer.inputs[0]) or _is_product(view, producer.inputs[1])
         if is_op(producer, "Mul", "Div"):
             value = producer.inputs[1] if view.scalar(producer.inputs[0]) is not None else producer.inputs[0]
-        elif is_op(producer, "Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze"):
-            value = producer.inputs[0]
+        elif is_op(producer, "Cast", "Identity", "Reshape", "Tanh", "Unsqueeze", "Squeeze"):
+            value = producer.inputs[0]  # a soft cap, Tanh, is met and refused later
         else:
             return False
     return False

@@ -21,7 +21,7 @@ from .block import Block, read_block
 from .core import Core, is_anchor, read_core
 from .equal import merge_equal
 from .op import MLA
-from .recognise import candidates
+from .recognise import candidates, readable_masks
 from .sizes import size_refusal
 from .symbolic import Symbolic
 
@@ -94,7 +94,7 @@ class FuseMla(FusePass):
                 continue
             region.refusal = None
             yield candidate
-        if count < 0 and place.block.core.terms:
+        if count < 0 and not readable_masks(view, self._symbolic, place.block):
             region.refusal = Refusal(
                 "mask",
                 "its masks are neither causal, sliding or padding masks of minus infinity, nor one tensor of four axes",

@@ -30,6 +30,12 @@ def candidates(view: GraphView, symbolic: Symbolic, block: Block, name: str, for
                 yield found
 
 
+def readable_masks(view: GraphView, symbolic: Symbolic, block: Block) -> bool:
+    """Is there a form in which the op takes the block's masks?"""
+    masks = read_masks(view, symbolic, block.core.terms, block.core.causal, *places(block))
+    return any(m.operand is None or mask_piece(block, m) is not None for m in masks)
+
+
 def _rotations(view: GraphView, block: Block) -> list[tuple[str, ir.Value | None, ir.Value | None]]:
     """(rope, cos, sin), likeliest first."""
     if not block.factors:
