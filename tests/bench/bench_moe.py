@@ -1,11 +1,12 @@
-"""Times GroupedQMoE's CUDA kernels in the shape of Ling-3.0-flash beside ONNX Runtime's QMoE and the exported block.
+"""Times GroupedQMoE's CUDA kernels in the shape of Ling-3.0-flash, and beside ONNX Runtime's QMoE.
 
     python tests/bench/bench_moe.py --library build/libdeltafuse_ep.so --out result.json
 
-Needs a GPU and PyTorch. Numbers are checked first, against float64 on the same stored weights. Peers that are not
-installed, and exported blocks that are not there (--exports), are said to be missing and left out. Times are medians:
-small calls replayed from a graph of several calls with different tokens, whose weights together are many times the L2;
-prompts by CUDA events around a call. --kernels also prints each kernel's own time by PyTorch's profiler.
+Needs a GPU and PyTorch. Numbers are checked first, against float64 on the same stored weights. Without an onnxruntime
+that has the CUDA EP, QMoE is said to be missing and left out (the block as exported is bench_layer.py's). Times are
+medians: small calls replayed from a graph of several calls with different tokens, whose weights together are many
+times the L2; prompts, and what is compared with QMoE, by CUDA events around a call. --kernels also prints each
+kernel's own time by PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -269,6 +270,52 @@ class Bench:
             for name, us in profile(lambda s: self.kernels.launch(call, layer, s)):
                 print(f"    {us:9.2f} us  {name}")
 
+    def peer(self, weights: dict[str, torch.Tensor], tokens: int) -> None:
+        """QMoE beside ours, both with half the experts and no shared one; ours with the router, QMoE without."""
+        try:
+            from ort_peer import bind, qmoe_model
+        except ImportError as missing:
+            print(f"QMoE of ONNX Runtime: left out, {missing}")
+            return
+        config = replace(
+            FORMS["int4:128"], num_experts=256, shared_intermediate_size=0, shared_format="float", shared_block_size=0
+        )
+        own = {k: x[:256] for k, x in weights.items() if not k.startswith("shared_")}
+        for name in ("gate_up_scale", "down_scale"):
+            own[name] = own[name].bfloat16().float()  # QMoE's scales are of the tokens' type
+        x = torch.randn(tokens, config.hidden_size, generator=torch.Generator("cuda").manual_seed(9), device="cuda")
+        call = Call(config, {**own, "x": x.bfloat16()})
+        layer = self.kernels.layer(call)
+        self.kernels.prepare(call, layer)
+        self.kernels.launch(call, layer, torch.cuda.current_stream().cuda_stream)
+        dense = torch.zeros(tokens, 256, device="cuda")
+        dense.scatter_(1, call.outputs["expert_ids"], call.outputs["expert_weights"])
+        arrays = {k: own[k].cpu().numpy() for k in ("gate_up_weight", "gate_up_scale", "down_weight", "down_scale")}
+        output = torch.zeros_like(call.outputs["y"])
+        try:
+            model = qmoe_model(tokens, arrays, config.top_k, 128, "bfloat16")
+            tensors = {"input": call.tensors["x"], "router_probs": dense.bfloat16(), "router_weights": dense.bfloat16()}
+            run = bind(model, tensors, {"output": output})
+            run()
+            torch.cuda.synchronize()
+        except Exception as failed:
+            print(f"QMoE of ONNX Runtime, {tokens} tokens: left out, {str(failed)[:200]}")
+            layer.close()
+            return
+        ours = call.outputs["y"].double()
+        error = float((output.double() - ours).norm() / ours.norm())
+        theirs = timed(lambda _: run())
+        spent = timed(lambda s: self.kernels.launch(call, layer, s))
+        self.note(
+            what="launched, 256 experts",
+            tokens=tokens,
+            us=spent,
+            ort_us=theirs,
+            times_faster=theirs / spent,
+            difference=error,
+        )
+        layer.close()
+
     def router(self, weights: dict[str, torch.Tensor], tokens: int) -> None:
         x = torch.randn(tokens, LING.hidden_size, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
         given = {k: v for k, v in weights.items() if k in ("router_weight", "expert_bias")}
@@ -287,6 +334,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--forms", default=",".join(FORMS), help="weight formats to run")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,8192")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="ours alone")
     parser.add_argument("--kernels", action="store_true", help="each kernel's own time too")
     args = parser.parse_args()
     library = args.library or find_library()
@@ -305,6 +353,8 @@ def main() -> int:
                 bench.router(weights, tokens)
         for tokens in map(int, args.tokens.split(",")):
             (bench.small if tokens <= 256 else bench.prompt)(form, weights, layer, tokens)
+            if form == "int4:128" and args.peers:
+                bench.peer(weights, tokens)
         layer.close()
         del weights
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own op for the same computation, com.microsoft GatedDeltaNet, as a model of one node."""
+"""ONNX Runtime's own ops for the same computations, com.microsoft GatedDeltaNet and QMoE, as models of one node."""
 
 from __future__ import annotations
 
@@ -58,6 +58,64 @@ def gated_delta_net_model(
             helper.make_tensor_value_info("output", element, rows),
             helper.make_tensor_value_info("final_state", f32, state),
         ],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def qmoe_model(tokens: int, weights: dict[str, Any], top_k: int, block_size: int, dtype: str) -> onnx.ModelProto:
+    """One QMoE node with int4 SwiGLU experts, gate rows before up rows.
+
+    Inputs: input [tokens, D]; router_probs [tokens, E], by which the best ``top_k`` are chosen; router_weights
+    [tokens, E], what they weigh.
+
+    Args:
+        weights: NumPy arrays gate_up_weight [E, 2I, D / 2] and down_weight [E, D, I / 2], uint8 with two int4 a byte as
+            ``deltafuse::GroupedQMoE`` has them, and gate_up_scale, down_scale.
+        dtype: element type of tokens and scales.
+    """
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    known = {name for s in state.get_all_operator_schema() if s.name == "QMoE" for name in s.attributes}
+    element = ELEMENT_TYPES[dtype]
+    experts, hidden = weights["gate_up_weight"].shape[0], 2 * weights["gate_up_weight"].shape[2]
+    initializers = []
+    cast = helper.tensor_dtype_to_np_dtype(element)
+    for name in ("gate_up", "down"):
+        stored = weights[f"{name}_weight"] ^ 0x88  # QMoE counts from 8
+        scale = weights[f"{name}_scale"].astype(cast)
+        if name == "gate_up":  # and wants gate and up rows in turn
+            stored, scale = (
+                x.reshape(experts, 2, -1, x.shape[-1]).swapaxes(1, 2).reshape(x.shape) for x in (stored, scale)
+            )
+        parts = ((f"{name}_weight", TensorProto.UINT8, stored), (f"{name}_scale", element, scale))
+        initializers += [helper.make_tensor(n, kind, x.shape, x.tobytes(), True) for n, kind, x in parts]
+    wanted: dict[str, Any] = {
+        "k": top_k,
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": 1.0,
+        "activation_beta": 0.0,
+        "normalize_routing_weights": 0,
+        "expert_weight_bits": 4,
+        "block_size": block_size,
+        "weights_prepacked": 0,
+    }
+    names = ["input", "router_probs", "gate_up_weight", "gate_up_scale", "", "down_weight", "down_scale"]
+    node = helper.make_node(
+        "QMoE",
+        [*names, "", "", "", "", "", "", "", "router_weights"],
+        ["output"],
+        domain="com.microsoft",
+        **{name: value for name, value in wanted.items() if name in known},
+    )
+    inputs = {"input": [tokens, hidden], "router_probs": [tokens, experts], "router_weights": [tokens, experts]}
+    graph = helper.make_graph(
+        [node],
+        "qmoe",
+        [helper.make_tensor_value_info(name, element, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info("output", element, [tokens, hidden])],
+        initializers,
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -109,6 +109,7 @@ for chosen in $steps; do
     kernels)
       step kernels 500 "${tests[@]}" tests/gpu/test_kda_cuda.py
       step kernels-mla 500 "${tests[@]}" tests/gpu/test_mla_cuda.py
+      step kernels-moe 300 "${tests[@]}" tests/gpu/test_moe_cuda.py
       ;;
     ep) step ep 420 "${tests[@]}" tests/gpu/test_ep_cuda.py tests/gpu/test_ep_mla_cuda.py tests/gpu/test_ep_life_cuda.py ;;
     plugin) # beside a CUDA plugin EP, in a process of its own: what is registered stays
@@ -127,6 +128,7 @@ for chosen in $steps; do
       for tool in memcheck racecheck initcheck synccheck; do
         sanitizer "sanitizer-$tool" "$tool" "$python" tests/gpu/sanitize_kda.py
         sanitizer "sanitizer-mla-$tool" "$tool" "$python" tests/gpu/sanitize_mla.py
+        sanitizer "sanitizer-moe-$tool" "$tool" "$python" tests/gpu/sanitize_moe.py
       done
       # The EP alone: its allocator, copies and kernels, without the CUDA EP's own work. No host backtraces: the tool
       # would keep Python's frames for them, and with these the sessions that a test lets go of.
