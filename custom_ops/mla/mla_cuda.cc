@@ -72,7 +72,7 @@ Path path_of(const Params& p, const DeviceInfo& device) {
     if (!decode_refusal(p, v)) return Path::kDecode;
   }
   const bool widths = p.qk_nope_head_dim == 128 && p.qk_rope_head_dim == 64 && p.v_head_dim == 128;
-  if (widths && p.kv_lora_rank % 64 == 0 && p.mask_type == MaskType::kNone && p.scale > 0.0f && p.batch <= 65535) {
+  if (widths && p.kv_lora_rank % 64 == 0 && p.scale > 0.0f && p.batch <= 65535) {
     return Path::kPrompt;
   }
   return Path::kAny;

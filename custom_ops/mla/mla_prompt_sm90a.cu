@@ -2,6 +2,8 @@
 // warpgroup fetches keys and values by tensor maps, two multiply, 64 queries each. While the products of one run, the
 // other does its softmax; and within each, the next scores run beside this block's weighted sum. Keys are gone through
 // from the last to the first. The output gate is applied where results leave.
+#include <type_traits>
+
 #include "mla_device.cuh"
 #include "mla_maps.h"
 #include "mla_wgmma_sm90a.cuh"
@@ -21,6 +23,9 @@ struct KernelArgs {
   float scale = 0.0f;  // base 2
   int32_t heads = 0, seq_len = 0, causal = 0, window = 0;
   int32_t q_rope_column = 0, k_rope_column = 0, v_column = 0, k_rope_per_head = 0;
+  const void* mask = nullptr;
+  int64_t mask_strides[4] = {0, 0, 0, 0};
+  float mask_factor = 0.0f;  // turns what is added to a scaled score into what is added to a product
 };
 
 struct Barriers {
@@ -93,25 +98,42 @@ __device__ __forceinline__ void weigh(float (&o)[64], const uint32_t (&w)[32], u
   ptx::wgmma_commit();
 }
 
-__device__ __forceinline__ void mask(float (&s)[64], const KernelArgs& k, const Range& range, int key0, int row) {
+// Keys that a row does not see become minus infinity; mask_row: the mask's rows of `row` and `row` + 8, or null.
+template <typename M>
+__device__ __forceinline__ void mask(float (&s)[64], const KernelArgs& k, const Range& range, int key0, int row,
+                                     const M* const (&mask_row)[2]) {
+  constexpr float kLowest = -1e30f;  // a lowest finite number does not mask out
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int position = range.past + row + 8 * i;
-    const int high = k.causal ? min(position + 1, range.total) : range.total;
+    int high = k.causal ? min(position + 1, range.total) : range.total;
     const int low = k.window > 0 ? position - k.window + 1 : 0;
+    if (!std::is_void<M>::value && row + 8 * i >= k.seq_len) high = 0;  // the mask has no such row
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int key = key0 + 8 * j + 2 * t + e;
-        if (key >= high || key < low) s[4 * j + 2 * i + e] = -INFINITY;
+        float& x = s[4 * j + 2 * i + e];
+        if (key >= high || key < low) {
+          x = -INFINITY;
+        } else if constexpr (!std::is_void<M>::value) {
+          const M value = mask_row[i][key * k.mask_strides[3]];
+          if constexpr (std::is_same<M, uint8_t>::value) {
+            if (!value) x = -INFINITY;
+          } else {
+            const float added = to_float(value) * k.mask_factor;
+            x = to_float(value) == -INFINITY ? -INFINITY : fmaxf(x + added, kLowest);
+          }
+        }
       }
     }
   }
 }
 
-template <typename T>
+// M: the mask's element (uint8_t: a bool), or void.
+template <typename T, typename M>
 __device__ void consume(const KernelArgs& k, const Range& range, int m0, int64_t b, int h, unsigned char* q,
                         unsigned char* keys, unsigned char* values, Barriers* bars) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -123,8 +145,16 @@ __device__ void consume(const KernelArgs& k, const Range& range, int m0, int64_t
 #pragma unroll
   for (int i = 0; i < 64; ++i) o[i] = 0.0f;
 
+  const M* mask_row[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int64_t first = b * k.mask_strides[0] + h * k.mask_strides[1] + (row + 8 * i) * k.mask_strides[2];
+    mask_row[i] = nullptr;
+    if constexpr (!std::is_void<M>::value) mask_row[i] = static_cast<const M*>(k.mask) + first;
+  }
   auto needs_mask = [&](int key0) {
-    return key0 + kKeys > range.total || (k.causal && key0 + kKeys - 1 > range.past + first_row) ||
+    return !std::is_void<M>::value || key0 + kKeys > range.total ||
+           (k.causal && key0 + kKeys - 1 > range.past + first_row) ||
            (k.window > 0 && key0 <= range.past + first_row + 63 - k.window);
   };
   // What lies behind the sequence in a cache may be anything: zeros, since 0 times NaN is NaN.
@@ -153,7 +183,7 @@ __device__ void consume(const KernelArgs& k, const Range& range, int m0, int64_t
   ptx::keep(s);
   if (lane == 0) ptx::mbar_arrive(&bars->k_empty[0]);
   int key0 = range.last * kKeys;
-  if (needs_mask(key0)) mask(s, k, range, key0, row);
+  if (needs_mask(key0)) mask<M>(s, k, range, key0, row, mask_row);
   softmax(s, k.scale, top, sum, rescale);
   to_weights();
   if (group == 1 && blocks > 1) ptx::bar_arrive(4, 256);  // the first warpgroup goes first
@@ -172,7 +202,7 @@ __device__ void consume(const KernelArgs& k, const Range& range, int m0, int64_t
     ptx::keep(s);
     if (lane == 0) ptx::mbar_arrive(&bars->k_empty[next]);
     key0 -= kKeys;
-    if (needs_mask(key0)) mask(s, k, range, key0, row);
+    if (needs_mask(key0)) mask<M>(s, k, range, key0, row, mask_row);
     softmax(s, k.scale, top, sum, rescale);
     ptx::wgmma_wait<0>();
     ptx::keep(o);
@@ -234,7 +264,7 @@ __device__ __forceinline__ void fetch_keys(const CUtensorMap* k_map, const CUten
 }
 #endif
 
-template <typename T>
+template <typename T, typename M>
 __global__ void __launch_bounds__(kThreads, 1)
     prompt_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap q_rope_map,
                   const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap k_rope_map,
@@ -282,12 +312,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     ptx::set_registers_more<240>();
-    consume<T>(k, range, m0, b, h, q, keys, values, bars);
+    consume<T, M>(k, range, m0, b, h, q, keys, values, bars);
   }
 #endif
 }
 
-template <typename T>
+template <typename T, typename M>
 cudaError_t launch_for(const PromptArgs& a, cudaStream_t stream) {
   const Params& p = a.p;
   CUtensorMap maps[5];
@@ -307,7 +337,10 @@ cudaError_t launch_for(const PromptArgs& a, cudaStream_t stream) {
   k.window = p.window;
   k.q_rope_column = a.q_rope_column, k.k_rope_column = a.k_rope_column, k.v_column = a.v_column;
   k.k_rope_per_head = a.k_rope_per_head;
-  const auto kernel = prompt_kernel<T>;
+  k.mask = p.attn_mask;
+  for (int i = 0; i < 4; ++i) k.mask_strides[i] = p.mask_strides[i];
+  k.mask_factor = 1.0f / p.scale;
+  const auto kernel = prompt_kernel<T, M>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
   const dim3 grid(static_cast<unsigned>((p.seq_len + kQueries - 1) / kQueries), p.num_heads,
@@ -316,10 +349,24 @@ cudaError_t launch_for(const PromptArgs& a, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <typename T>
+cudaError_t launch_mask(const PromptArgs& a, cudaStream_t stream) {
+  switch (a.p.mask_type) {
+    case MaskType::kT:
+      return launch_for<T, T>(a, stream);
+    case MaskType::kFloat32:
+      return launch_for<T, float>(a, stream);
+    case MaskType::kBool:
+      return launch_for<T, uint8_t>(a, stream);
+    default:
+      return launch_for<T, void>(a, stream);
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_prompt_sm90a(const PromptArgs& a, cudaStream_t stream) {
-  return a.p.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(a, stream) : launch_for<__half>(a, stream);
+  return a.p.dtype == DType::kBFloat16 ? launch_mask<__nv_bfloat16>(a, stream) : launch_mask<__half>(a, stream);
 }
 
 }  // namespace deltafuse::mla
