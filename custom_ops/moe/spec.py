@@ -285,6 +285,14 @@ ATTRIBUTES = (
 )
 
 
+#: What the CUDA kernels take at most (``moe_launch.h``).
+CUDA_EXPERTS, CUDA_TOP_K = 1024, 32
+
+
 def cuda_refusal(config: MoeConfig) -> Refusal | None:
     """Why the CUDA kernels do not take this configuration, or None. The C++ check says the same (``moe.h``)."""
+    if config.num_experts > CUDA_EXPERTS:
+        return Refusal("num-experts", f"num_experts {config.num_experts}: kernels take up to {CUDA_EXPERTS}")
+    if config.top_k > CUDA_TOP_K:
+        return Refusal("top-k", f"top_k {config.top_k}: kernels take up to {CUDA_TOP_K}")
     return config.check()
