@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cmath>
 #include <mutex>
 
 #include "moe_cuda_plan.h"
@@ -96,6 +97,12 @@ const char* cuda_refusal(const Params& p, int compute_capability) {
     return reason("activation %d", int(p.activation));
   }
   if (p.clamp < Clamp::kNone || p.clamp > Clamp::kAfter) return reason("clamp %d", int(p.clamp));
+  if (p.clamp != Clamp::kNone && !(p.gated && p.gate_limit > 0.0f && p.up_limit > 0.0f)) {
+    return reason("gate_limit %g, up_limit %g, gated %d", double(p.gate_limit), double(p.up_limit), p.gated);
+  }
+  if (!std::isfinite(p.routed_scaling_factor) || !std::isfinite(p.norm_eps)) {
+    return reason("routed_scaling_factor %g, norm_eps %g", double(p.routed_scaling_factor), double(p.norm_eps));
+  }
   if (const char* bad = refuse_matrix("gate_up", p.gate_up, p.hidden_size)) return bad;
   if (const char* bad = refuse_matrix("down", p.down, p.intermediate_size)) return bad;
   if (p.shared_intermediate_size > 0) {
