@@ -114,3 +114,33 @@ def test_weights_are_not_copied() -> None:
     old = {t.name for t in before.graph.initializer}
     node = next(n for n in after.graph.node if n.op_type == "LatentAttention")
     assert node.input[3] in old
+
+
+def inside(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same model with its cache joined by the `Attention` node itself."""
+    made = onnx.ModelProto.FromString(model.SerializeToString())
+    graph = made.graph
+    producers = {output: node for node in graph.node for output in node.output}
+    attention = next(n for n in graph.node if n.op_type == "Attention")
+    joins = [producers[name] for name in attention.input[1:3]]
+    attention.input[:] = [
+        attention.input[0],
+        *(j.input[1] for j in joins),
+        attention.input[3],
+        *(j.input[0] for j in joins),
+    ]
+    attention.output.extend(j.output[0] for j in joins)
+    kept = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.node if n not in joins]
+    del graph.node[:]
+    graph.node.extend(kept)
+    onnx.checker.check_model(made)
+    return made
+
+
+def test_a_cache_inside_the_attention_node_is_taken_in() -> None:
+    before = inside(library.export("mla_expanded_op24").proto())
+    report, after = kit.fuse(before)
+    assert report.count("mla") == 1, kit.why(report)
+    assert report.regions[0].config["cache"] == "expanded"
+    for past in (3, 21):
+        kit.same(before, after, library.feeds_for(before, {"past": past}))
