@@ -165,8 +165,8 @@ class FusePass(Pass):
 
 
 def reads_its_results(view: GraphView, candidate: Candidate) -> str | None:
-    """In words, which operand is made from the block's own results (a mask as long as the cache that it gives, say): one
-    node can't stand for both. None where there is none."""
+    """In words, which operand is made from the block's own results (a mask as long as the cache that it gives, say):
+    one node can't stand for both. None where there is none."""
     results = set(candidate.output_values())
     first = min((view.position[p] for v in results if (p := v.producer()) is not None), default=0)
     for start in candidate.input_values():

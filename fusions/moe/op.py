@@ -31,6 +31,7 @@ class MoeOp(FusedOp):
     """``deltafuse::GroupedQMoE``."""
 
     key = "moe"
+    plain_sizes = True
 
     def kind_of(self, name: str) -> str:
         return "float32" if name in _FLOAT32 else "own" if name == "router_logits" else "T"

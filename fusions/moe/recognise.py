@@ -30,7 +30,7 @@ from .block import (
 from .forms import Routed, read_routed
 from .op import MOE
 from .reader import Reader
-from .router import Router, narrow_scores
+from .router import Router, low_bias, narrow_scores
 from .sites import Site, cuts
 from .slabs import Slab
 from .tail import End, read_ends
@@ -82,6 +82,9 @@ def _candidates(
     narrow = narrow_scores(router)
     if narrow is not None:
         return Refusal("router-type", f"{narrow}: the op's are float32, and would choose other experts", site.name)
+    low = low_bias(reader, router)
+    if low is not None:
+        return Refusal("groups", low, site.name)
     found: list[MoeCandidate] = []
     first: Refusal | None = None
     for end in read_ends(reader, value):

@@ -19,13 +19,15 @@ _LOWEST = (-math.inf, float(np.finfo(np.float32).min), -3.3895313892515355e38, -
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups that stay. ``fill`` is what the choices of the others become."""
+    """Groups that stay. ``fill`` is what the choices of the others become, ``least`` the number that the graph writes
+    for it: choices that are no larger would not be what the op takes them for."""
 
     count: int
     kept: int
     top: int
     fill: str
     mask: ir.Node
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,18 @@ def read_router(r: Reader, topk: ir.Node) -> Router | None:
     )
 
 
+def low_bias(r: Reader, router: Router) -> str | None:
+    """In words, that a bias makes choices as low as those of groups that do not stay, where these are a finite number;
+    None where it does not. The op has minus infinity for them. Scores are 0 or more, so the bias alone says it."""
+    groups, bias = router.groups, None if router.bias is None else r.view.array(router.bias)
+    if groups is None or bias is None or groups.fill != "-inf" or not math.isfinite(groups.least):
+        return None
+    lowest = float(np.min(bias.astype(np.float64)))
+    if lowest > groups.least:
+        return None
+    return f"a bias of {lowest:g} puts choices below {groups.least:g}, which those of groups that do not stay become"
+
+
 def narrow_scores(router: Router) -> str | None:
     """Which of the router's numbers has 16 bits; None where all that decide are float32."""
     half = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -185,7 +199,7 @@ def _masked(r: Reader, value: ir.Value) -> tuple[ir.Value, Groups] | None:
     if number == 0.0:
         return _groups(r, inner, found[0], "0")
     if number in _LOWEST:
-        return _groups(r, inner, found[0], "-inf")
+        return _groups(r, inner, found[0], "-inf", number)
     r.refuse(f"choices of groups that do not stay become {number:g}: the op knows 0 and minus infinity")
     return None
 
@@ -279,7 +293,9 @@ def _last_axis(node: ir.Node, data: ir.Value | None) -> bool:
     return axis == -1 or axis == (rank - 1 if rank is not None else 1)
 
 
-def _groups(r: Reader, choice: ir.Value, topk: ir.Node, fill: str) -> tuple[ir.Value, Groups] | None:
+def _groups(
+    r: Reader, choice: ir.Value, topk: ir.Node, fill: str, least: float = 0.0
+) -> tuple[ir.Value, Groups] | None:
     """Groups by the best choices of each: the masked choice must be what the group scores are made of."""
     kept, score = r.scalar(topk.inputs[1]), topk.inputs[0]
     count = last_dim(score)
@@ -295,7 +311,7 @@ def _groups(r: Reader, choice: ir.Value, topk: ir.Node, fill: str) -> tuple[ir.V
     if r.moved(source) is not r.moved(choice):
         r.refuse("groups are scored by other numbers than those that are chosen from")
         return None
-    return choice, Groups(count, int(kept), top, fill, topk)
+    return choice, Groups(count, int(kept), top, fill, topk, least)
 
 
 def _group_score(r: Reader, value: ir.Value) -> tuple[ir.Value, int, int] | None:

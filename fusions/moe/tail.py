@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ..graph import is_op
+from ..graph import FLOAT_TYPES, is_op
 from .linear import Linear, read_linear
 from .mlp import Mlp, read_mlp
 from .reader import Reader
@@ -74,7 +74,7 @@ def read_ends(r: Reader, value: ir.Value) -> list[End]:
         level = r.marks.level()
         r.marks.add(node)
         y = node.outputs[0]
-        if is_op(node, *_ONWARDS) and node.inputs[0] is last.y:
+        if is_op(node, *_ONWARDS) and node.inputs[0] is last.y and y.dtype in FLOAT_TYPES:
             found.insert(0, End(y, last.scale, last.shared))
             continue
         other = next((v for v in node.inputs if v is not last.y), None)

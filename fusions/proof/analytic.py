@@ -9,6 +9,8 @@ a region may hold sums, products, exponentials and moves, which is all that a re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx_ir as ir
 
@@ -28,12 +30,22 @@ _MOVES = frozenset(
 )
 #: Make numbers out of how many ones there are.
 _COUNTING = frozenset({"CumSum", "ReduceSum", "ReduceMean", "ReduceSumSquare", "MatMul", "Gemm", "Einsum"})
+#: Of integers and truths these may be constant on all lengths that a proof runs, and change behind them.
+_UNEVEN = frozenset(
+    "Abs And BitShift BitwiseAnd BitwiseOr BitwiseXor Ceil Clip CumSum Div Equal Floor Greater GreaterOrEqual Less "
+    "LessOrEqual Max Min Mod NonZero Not Or Pow ReduceMax ReduceMin ReduceProd ReduceSum "
+    "Sign TopK Unique Where Xor".split()
+)
 _LOOPS = frozenset({"Loop", "Scan"})
 
 
 def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str | None:
     """The first node that keeps the region from being analytic, in words; None when there is none."""
     told = set(extract.inputs)
+    if candidate.op.plain_sizes:
+        for node in _read(view, extract):
+            if node.op_type in _UNEVEN and node not in candidate.explained and not _is_plain_size(view, node):
+                return f"{node.op_type} {node.name!r} makes sizes or places that may change how values are laid out"
     for node in extract.nodes:
         if any(v in told for v in view.inputs_of(node)):
             told.update(node.outputs)
@@ -50,6 +62,25 @@ def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str
         if found is not None and not candidate.op.allows(view, candidate, node):
             return found
     return None
+
+
+def _read(view: GraphView, extract: Extract) -> Iterator[ir.Node]:
+    """The nodes of whose results more than the shape is read."""
+    inside, seen = set(extract.nodes), set[ir.Node]()
+    stack = list(extract.outputs)
+    while stack:
+        node = stack.pop().producer()
+        if node is not None and node in inside and node not in seen:
+            seen.add(node)
+            yield node
+            if not is_op(node, "Shape", "Size"):
+                stack.extend(view.inputs_of(node))
+
+
+def _is_plain_size(view: GraphView, node: ir.Node) -> bool:
+    """Does it compute with no integers, or with constants only?"""
+    given = [v for v in node.inputs if v is not None and not view.is_const(v)]
+    return not given or all(v.dtype in FLOAT_TYPES for v in given)
 
 
 def _node(view: GraphView, node: ir.Node) -> str | None:

@@ -152,7 +152,10 @@ class Prover:
         problem = Problem(self.view, self.budget, candidate, extract, self.seed)
         report.heads = list(problem.heads)
         candidate, op = problem.candidate, candidate.op
-        body = self._replacement_session(candidate, problem)
+        try:
+            body = self._replacement_session(candidate, problem)
+        except Exception as error:  # ORT raises types of its own
+            raise ProofImpossible(f"ONNX Runtime does not load the replacement: {first_line(error)}") from error
         skip = candidate.explained if op.explains_positions else frozenset()
         plan = op.plan(candidate, lambda: position_bounds(self.view, extract, skip))
         compared = 0
@@ -173,7 +176,12 @@ class Prover:
                     report.proved, report.reason = False, f"the region does not run: {first_line(error)}"
                     return report
                 continue
-            found = body.run(None, feeds)
+            try:
+                found = body.run(None, feeds)
+            except Exception as error:
+                report.proved = False
+                report.reason = f"the replacement does not run at {_shown(case)}: {first_line(error)}"
+                return report
             if not _finite(want):
                 entry["original"] = "gives values that are not finite"
                 exact = problem.exact(feeds, env) if _finite(found) else None
