@@ -9,10 +9,11 @@ and all others differ. Tokens of which some choice is closer to another than rou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from ...custom_ops.moe.reference import largest
+from ...custom_ops.moe.reference import largest, route
 from ...custom_ops.moe.spec import MoeConfig
 
 #: Choices that differ by less than this, relative to what they are made of, are drawn again.
@@ -50,7 +51,8 @@ def design(config: MoeConfig, seed: int = 0) -> Design:
     weight[:, :heard] = np.round(rng.standard_normal((experts, heard)) * 1.5 / np.sqrt(heard) * 256) / 256
     bias = np.round(rng.standard_normal(experts) * 16) / 64
     # mostly negative: where scores are low, a mask of 0 beats what stays
-    choice_bias = np.round((rng.standard_normal(experts) * 0.2 - 0.25) * 1024) / 1024
+    spread = 0.2 if experts <= 32 else 0.05  # of many experts, all should have a chance
+    choice_bias = np.round((rng.standard_normal(experts) * spread - 0.25) * 1024) / 1024
     if heard > STEERING + 1:
         per_group = experts // config.n_group
         group = np.arange(experts) // per_group
@@ -128,6 +130,35 @@ def tokens(config: MoeConfig, made: Design, count: int, rng: np.random.Generator
     else:
         x[unclear] = 0.0  # all logits equal, or the bias: an exact tie at most
     return x
+
+
+@lru_cache(maxsize=8)
+def cover(config: MoeConfig) -> np.ndarray:
+    """Tokens ``[n, D]`` that between them choose every expert which any of a large pool chooses."""
+    made, rng = design(config), np.random.default_rng(7)
+    count = min(1024, max(256, 4 * config.num_experts))
+    x = np.concatenate([tokens(config, made, count, rng, case) for case in ("normal", "groups", "one expert")])
+    # and some that one expert's row points at
+    rows = made.weight.astype(np.float64).copy()
+    rows[:, :STEERING] = 0.0
+    length = np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-9)
+    for reach in (2.0, 3.0, 4.0, 5.0, 6.0, 7.0):
+        towards = np.round(rows / length * reach * 4) / 4 + np.round(rng.standard_normal(rows.shape)) / 4
+        x = np.concatenate([x, towards[is_clear(config, made, made.logits(config, towards))]])
+    inputs = {
+        "router_weight": made.weight,
+        "router_logits": made.logits(config, x),
+        "router_bias": made.bias,
+        "expert_bias": made.choice_bias,
+    }
+    chosen = np.zeros((len(x), config.num_experts), bool)
+    np.put_along_axis(chosen, route(config, x, inputs).ids, True, axis=1)
+    missing, order = chosen.any(axis=0), []
+    while missing.any():
+        best = int(np.argmax((chosen & missing).sum(axis=1)))
+        order.append(best)
+        missing &= ~chosen[best]
+    return x[order]
 
 
 def _draw(config: MoeConfig, count: int, rng: np.random.Generator, case: str) -> np.ndarray:

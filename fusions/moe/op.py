@@ -16,7 +16,7 @@ from ..op import Arrays, Case, FusedOp
 from ..proof.extract import Extract
 from ..proof.shrink import Shrunk
 from .constants import Drawn
-from .design import design, tokens
+from .design import cover, design, tokens
 
 #: Token counts tried on a dynamic graph.
 TOKENS = (9, 1, 33, 4)
@@ -24,6 +24,8 @@ TOKENS = (9, 1, 33, 4)
 #: infinity differ; "saturated" makes all scores equal; "one expert" leaves most experts without tokens; "large" reaches
 #: every clamp; "zeros" are rows as padding leaves them, with equal scores.
 HOSTILE = ("normal", "low", "high", "groups", "saturated", "one expert", "large", "small", "zeros", "many")
+#: Case names of the turns that a frozen graph takes to reach every expert.
+_TURN = "turn "
 _FLOAT32 = frozenset({"router_weight", "router_bias", "expert_bias", "shared_gate_weight"})
 
 
@@ -58,7 +60,7 @@ class MoeOp(FusedOp):
         return ir.DataType.FLOAT if dtype is None else dtype
 
     def plan(self, candidate: Candidate, bounds: Callable[[], list[int]]) -> list[Case]:
-        """Each hostile case once, over token counts and batches; "many" has enough tokens for every expert."""
+        """Each hostile case once, over token counts and batches; "many" has a token for every expert."""
         sizes = self.sizes(candidate)
         length, rows = sizes.get("tokens"), sizes.get("batch", 1)
         config: MoeConfig = candidate.config
@@ -70,8 +72,8 @@ class MoeOp(FusedOp):
             plan.append(Case(name, {"batch": batch, "tokens": count}, required=True))
         if isinstance(length, int):
             # a frozen graph reaches few experts at a time: again and again, until all had their turn
-            turns = min(64, -(-4 * config.num_experts // max(1, config.top_k * length * plan[0].sizes["batch"])))
-            plan += [Case("normal", plan[0].sizes, required=True) for _ in range(turns)]
+            turns = -(-len(cover(config)) // max(1, length * plan[0].sizes["batch"]))
+            plan += [Case(f"{_TURN}{i}", plan[0].sizes, required=True) for i in range(turns)]
         return plan
 
     def draw(self, candidate: Candidate, case: Case, seed: int) -> Arrays:
@@ -80,6 +82,10 @@ class MoeOp(FusedOp):
         rng = np.random.default_rng(seed)
         batch, count = case.sizes["batch"], case.sizes["tokens"]
         x = tokens(config, made, batch * count, rng, case.name)
+        if case.name == "many" or case.name.startswith(_TURN):
+            first = 0 if case.name == "many" else int(case.name.removeprefix(_TURN)) * len(x)
+            every = cover(config)[first : first + len(x)]
+            x[: len(every)] = every
         shape = candidate.operands["x"].pieces[0].value.shape
         three = shape is not None and len(shape) == 3
         drawn = {"x": x.reshape(batch, count, -1) if three else x}
