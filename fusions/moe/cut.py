@@ -21,7 +21,8 @@ from ..proof.extract import Cut, Extract
 from ..proof.shrink import Shrunk
 from ..proof.spread import HeadsMix
 from .block import MoeCandidate, Slabs, matrix_parameters, vector, weight_format
-from .channels import Channels, Kept, Kinds
+from .channel_writer import Kept, Kinds
+from .channels import Channels
 from .constants import Drawn
 from .slabs import Slab
 from .stored import Part, Quantized, Seen
@@ -29,7 +30,7 @@ from .stored import Part, Quantized, Seen
 #: Channels that stay at each end of an axis, at least.
 HIDDEN, INTER = 16, 8
 
-Kept_of = dict[ir.Value, Kinds]
+KeptOf = dict[ir.Value, Kinds]
 
 
 def _ends(size: int, each: int, unit: int) -> tuple[int, ...]:
@@ -54,7 +55,7 @@ def shrink(view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapp
     hidden = _ends(config.hidden_size, HIDDEN, unit)
     inter = _ends(config.intermediate_size, INTER, unit)
     shared = _ends(config.shared_intermediate_size, INTER, unit) if config.shared_intermediate_size else ()
-    kept: Kept_of = {}
+    kept: KeptOf = {}
     axes = {
         "router": (None, hidden),
         "shared_gate": (None, hidden),
@@ -139,7 +140,7 @@ def _whole(slab: Slab, rows: tuple[int, ...]) -> int:
     return count // 2 if count % 2 == 0 and rows[-1] < count // 2 else count
 
 
-def _keep(slab: Slab, rows: tuple[int, ...] | None, cols: tuple[int, ...], kept: Kept_of) -> None:
+def _keep(slab: Slab, rows: tuple[int, ...] | None, cols: tuple[int, ...], kept: KeptOf) -> None:
     for part in slab.seen.parts:
         wanted = {slab.into: list(cols)}
         if rows is not None:
@@ -156,7 +157,7 @@ def _keep(slab: Slab, rows: tuple[int, ...] | None, cols: tuple[int, ...], kept:
                         _keep_scale(value, part, part.quantized, where, kept)
 
 
-def _add(value: ir.Value, axis: int, indices: list[int], kept: Kept_of) -> None:
+def _add(value: ir.Value, axis: int, indices: list[int], kept: KeptOf) -> None:
     size = value.shape[axis] if value.shape is not None else None
     if not isinstance(size, int):
         raise HeadsMix(f"the shape of {value.name!r} is not known")
@@ -165,7 +166,7 @@ def _add(value: ir.Value, axis: int, indices: list[int], kept: Kept_of) -> None:
     own[axis] = Kept(tuple(sorted({*before, *indices})), size)
 
 
-def _keep_scale(value: ir.Value, part: Part, quantized: Quantized, axis: int, kept: Kept_of) -> None:
+def _keep_scale(value: ir.Value, part: Part, quantized: Quantized, axis: int, kept: KeptOf) -> None:
     dims = list(value.shape or ())
     source = part.source.shape
     assert source is not None
@@ -184,7 +185,7 @@ def _dims(value: ir.Value, kinds: Kinds) -> tuple[int, ...]:
     return tuple(len(kinds[i].indices) if i in kinds else int(d) for i, d in enumerate(value.shape or ()))  # type: ignore[arg-type]
 
 
-def _cut_slab(slab: Slab, rows: tuple[int, ...] | None, kept: Kept_of) -> Slab:
+def _cut_slab(slab: Slab, rows: tuple[int, ...] | None, kept: KeptOf) -> Slab:
     """The slab of the cut sources: indices that are seen, numbered anew."""
     parts = tuple(_cut_part(p, kept) for p in slab.seen.parts)
     part = slab.seen.parts[0]
@@ -203,7 +204,7 @@ def _cut_slab(slab: Slab, rows: tuple[int, ...] | None, kept: Kept_of) -> Slab:
     return Slab(Seen(parts, slab.seen.axes), slab.expert, slab.out, slab.into, chosen)
 
 
-def _cut_part(part: Part, kept: Kept_of) -> Part:
+def _cut_part(part: Part, kept: KeptOf) -> Part:
     kinds = kept.get(part.source, {})
     picks = []
     for axis, indices in part.picks:

@@ -9,7 +9,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 from deltafuse.custom_ops.moe.packing import unpack
+from deltafuse.fusions.moe import cut
 from deltafuse.fusions.pipeline import fuse_model
+from deltafuse.fusions.proof import problem
 from deltafuse.fusions.result import FusionReport
 from exports import library
 from exports.processed import TOOLS
@@ -185,6 +187,25 @@ def test_the_shared_expert_may_stay_outside() -> None:
     report, _ = fused(library.export("moe_hy_v4").proto())
     assert report.regions[0].config["shared_intermediate_size"] == 0
     assert any(r.code == "shared" for r in report.regions[0].not_absorbed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("moe_gather", "moe_gather_interleaved", "moe_gather_turned", "moe_stacked_matmul", "moe_dense_onehot"),
+        *("moe_where_put", "moe_scatter_pairs", "moe_legacy_where", "moe_int8_where", "moe_uint4_stacked"),
+        *("moe_int8_gathered", "bailing_hf_prefill_dyn", "bailing_hf_decode_ortcpu"),
+    ],
+)
+def test_every_form_can_be_cut_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks proved as blocks of real size are: on some of their channels."""
+    monkeypatch.setattr(problem, "CUT_ABOVE", 0)
+    monkeypatch.setattr(cut, "HIDDEN", 7)
+    monkeypatch.setattr(cut, "INTER", 3)
+    regions = fuse_model(library.export(name).model(), dry_run=True, fusions=["moe"]).regions
+    assert [r.status for r in regions] == ["recognised"], regions[0].refusal
+    assert regions[0].proof is not None
+    assert regions[0].proof.heads, "the proof ran on the whole block"
 
 
 @pytest.mark.parametrize("name", ["moe_1", "moe_64"])
