@@ -72,6 +72,6 @@ def concrete(value: ir.Value, env: Mapping[str, int]) -> list[int]:
             continue
         name = symbol(dim)
         if name is None:
-            raise UnknownDim(f"a dim of {value.name!r}")
+            raise UnknownDim(f"an axis of {value.name!r} has neither a size nor a name")
         dims.append(evaluate(name, env))
     return dims

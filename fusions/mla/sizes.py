@@ -54,7 +54,8 @@ def size_refusal(view: GraphView, candidate: Candidate, keys_only: bool) -> Refu
 def _known(value: ir.Value, axis: int) -> Lin | None:
     assert value.shape is not None
     dim = value.shape[axis]
-    return None if not isinstance(dim, int) and dim.value is None else of_dim(dim, value, axis)
+    unknown = not isinstance(dim, int) and (dim.value is None or str(dim.value).startswith("unk__"))  # onnx's inference
+    return None if unknown else of_dim(dim, value, axis)
 
 
 def _sum(label: str, first: dict[str, tuple[str, ir.Value, int, Lin | None]]) -> Lin | None:

@@ -1,0 +1,112 @@
+"""Small hand-written mixtures of experts with a place to put something in at every point of the block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+
+from .builder import Graph, Hook
+from .mla_builder import same
+
+HIDDEN, INTER, EXPERTS, GROUPS, KEPT, TOP = 8, 6, 8, 4, 2, 3
+LOWEST = float(np.finfo(np.float32).min)
+
+#: Takes the graph, an expert's number and a value.
+PerExpert = Callable[[Graph, int, str], str]
+
+
+def same_of(_: Graph, __: int, x: str) -> str:
+    return x
+
+
+@dataclass
+class Moe:
+    """The layer: x [B, T, 8] to y [B, T, 8], all experts on all tokens, their weights 0 where they were not chosen.
+
+    Attributes:
+        x: what is done to the experts' tokens, router_x: to the router's.
+        logits, scores, choice, weights, y: what is put in there; ids: what is done to the chosen experts' numbers.
+        total: what is done to the sum that weights are divided by.
+        column: what is done to one expert's weight, out: to its result.
+        shared: what is done to the shared expert's result; None: there is none.
+        bias: of the choice, one number an expert. fill: what the choices of groups that do not stay become.
+    """
+
+    x: Hook = same
+    router_x: Hook = same
+    logits: Hook = same
+    scores: Hook = same
+    choice: Hook = same
+    ids: Hook = same
+    weights: Hook = same
+    total: Hook = same
+    y: Hook = same
+    end: Hook = same
+    column: PerExpert = same_of
+    hidden: PerExpert = same_of
+    out: PerExpert = same_of
+    shared: Hook | None = same
+    bias: list[float] | None = None
+    fill: float = LOWEST
+    grouped: bool = True
+    dims: tuple[int | str, ...] = ("B", "T")
+    scale: float = 2.5
+    inputs: dict[str, tuple[list[int | str], int]] = field(default_factory=dict)
+    dtype: Any = np.float32
+
+    def model(self) -> onnx.ModelProto:
+        g = Graph(dtype=self.dtype)
+        x = g.input("x", [*self.dims, HIDDEN])
+        for name, (dims, kind) in self.inputs.items():
+            g.input(name, dims, kind)
+        flat = g.op("Reshape", x, g.ints(-1, HIDDEN))
+        router_x, tokens = self.router_x(g, flat), self.x(g, flat)
+        logits = self.logits(g, g.op("MatMul", router_x, g.weight(HIDDEN, EXPERTS)))
+        scores = self.scores(g, g.op("Sigmoid", logits))
+        given = self.bias if self.bias is not None else list(0.1 * g.rng.standard_normal(EXPERTS))
+        choice = g.op("Add", scores, g.const(np.array(given)))
+        if self.grouped:
+            choice = self._masked(g, choice, self.fill)
+        ids = self.ids(g, g.ops("TopK", self.choice(g, choice), g.ints(TOP), count=2)[1])
+        weights = g.op("GatherElements", scores, ids, axis=-1)
+        total = g.op("Add", g.op("ReduceSum", weights, g.ints(-1)), g.const(1e-20))
+        weights = g.op("Div", weights, self.total(g, total))
+        weights = self.weights(g, g.op("Mul", weights, g.const(self.scale)))
+        zeros = g.op("ConstantOfShape", g.op("Shape", scores))
+        dense = g.op("ScatterElements", zeros, ids, weights, axis=-1)
+        y = ""
+        for expert in range(EXPERTS):
+            number = g.ints(expert)
+            column = self.column(g, expert, g.op("Slice", dense, number, g.ints(expert + 1), g.ints(1)))
+            made = self.out(g, expert, self._mlp(g, tokens, expert))
+            term = g.op("Mul", made, column)
+            y = term if not y else g.op("Add", y, term)
+        y = self.y(g, y)
+        if self.shared is not None:
+            y = g.op("Add", y, self.shared(g, self._mlp(g, tokens, -1)))
+        y = self.end(g, y)
+        g.output("y", g.op("Reshape", y, g.op("Shape", x)), [*self.dims, HIDDEN])
+        return g.model()
+
+    @staticmethod
+    def _masked(g: Graph, choice: str, fill: float = LOWEST) -> str:
+        each = EXPERTS // GROUPS
+        best = g.ops("TopK", g.op("Reshape", choice, g.ints(-1, GROUPS, each)), g.ints(2), count=2)[0]
+        best = g.op("ReduceSum", best, g.ints(-1), keepdims=0)
+        kept = g.ops("TopK", best, g.ints(KEPT), count=2)[1]
+        zeros = g.op("ConstantOfShape", g.op("Shape", best))
+        ones = g.op("Expand", g.const(1.0), g.op("Shape", kept))
+        stays = g.op("Unsqueeze", g.op("ScatterElements", zeros, kept, ones, axis=-1), g.ints(2))
+        wide = g.op("Expand", stays, g.op("Concat", g.op("Shape", best), g.ints(each), axis=0))
+        wide = g.op("Reshape", wide, g.ints(-1, EXPERTS))
+        return g.op("Where", g.op("Cast", wide, to=9), choice, g.const(fill))
+
+    def _mlp(self, g: Graph, x: str, expert: int) -> str:
+        gate = g.op("MatMul", x, g.weight(HIDDEN, INTER))
+        up = g.op("MatMul", x, g.weight(HIDDEN, INTER))
+        hidden = g.op("Mul", g.op("Mul", gate, g.op("Sigmoid", gate)), up)
+        return g.op("MatMul", self.hidden(g, expert, hidden), g.weight(INTER, HIDDEN))
