@@ -7,6 +7,10 @@ and 27.
 Two forms of the attention over a cache of latents: absorbed (queries go into the latent's space, all heads share one
 key of R + Dr channels) and expanded (keys and values of every head are made). Which one does less work depends on the
 number of new tokens: see :func:`absorbed_up_to`.
+
+ONNX Runtime (1.27 to 1.32) crashes when it loads a model whose sizes it knows, if an ``If`` in a branch of an ``If``
+holds both the ``Shape`` of an outer value and a subgraph that captures this value: it inlines the branches that are
+taken and loses the value. So the body has no ``If`` in an ``If``, and all sizes are taken outside of subgraphs.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class _Body:
         self.builder = GraphBuilder()
         self.inputs = {name: ir.Value(name=name) for name in INPUTS}
         self.mask: ir.Value | None = None  # float32
+        self._mask_queries: ir.Value | None = None
 
     def wide(self, name: str) -> ir.Value:
         """An operand of type T as float32."""
@@ -130,7 +135,9 @@ class _Body:
         """The part of a mask [B or 1, H or 1, S or 1, L] for some queries and the first keys."""
         if start is None:
             return mask
-        first = b.op("Min", start, b.sub(b.dim(mask, 2), b.const([1])))  # one row for all: 0
+        if self._mask_queries is None:  # in the root: see the top
+            self._mask_queries = self.builder.dim(self.inputs["attn_mask"], 2)
+        first = b.op("Min", start, b.sub(self._mask_queries, b.const([1])))  # one row for all: 0
         return b.slice(b.slice(mask, 2, first, b.add(first, queries)), 3, 0, keys)
 
     def softmax(self, b: GraphBuilder, scores: ir.Value, seen: ir.Value | None, mask: ir.Value | None) -> ir.Value:
@@ -153,15 +160,21 @@ class _Body:
         query: ir.Value,
         key: ir.Value,
         value: ir.Value,
+        keys: ir.Value,
+        queries: ir.Value,
         start: ir.Value | None = None,
     ) -> ir.Value:
-        """Outputs [B, H, ., Dv] of the queries from ``start`` on, [B, H, ., Dn+Dr], over expanded keys and values."""
-        keys, queries = b.dim(key, 2), b.dim(query, 2)
+        """Outputs [B, H, ., Dv] of the queries from ``start`` on, [B, H, ., Dn+Dr], over expanded keys and values.
+
+        ``keys`` and ``queries``: their numbers, int64 [1].
+        """
         seen = self.seen(b, cache, keys, queries, start)
         mask = None if self.mask is None else self.mask_rows(b, self.mask, keys, queries, start)
         return b.matmul(self.softmax(b, b.matmul(query, b.swap_last(key, 4)), seen, mask), value)
 
-    def in_parts(self, b: GraphBuilder, cache: Cache, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
+    def in_parts(
+        self, b: GraphBuilder, cache: Cache, query: ir.Value, key: ir.Value, value: ir.Value, count: ir.Value
+    ) -> ir.Value:
         """:meth:`attention` of :data:`QUERIES` queries after the other, so that the scores of all are never there.
 
         Where keys can be cut off at the last one that a part sees, they are.
@@ -173,29 +186,40 @@ class _Body:
         def part(inner: GraphBuilder) -> list[ir.Value]:
             start = inner.mul(inner.unsqueeze(number, 0), inner.const([QUERIES]))
             stop = inner.op("Min", inner.add(start, inner.const([QUERIES])), cache.tokens)
-            keys, values = key, value
+            keys, values, end = key, value, count
             if config.causal and not config.static_cache:
                 end = inner.add(cache.there, stop)
                 keys, values = (inner.slice(y, 2, 0, end) for y in (key, value))
-            o = self.attention(inner, cache, inner.slice(query, 2, start, stop), keys, values, start)
+            queries = inner.slice(query, 2, start, stop)
+            o = self.attention(inner, cache, queries, keys, values, end, inner.sub(stop, start), start)
             return [inner.op("Identity", going), inner.concat([done, o], axis=2)]
 
         body = b.subgraph("queries", [number, going, done], part)
         rounded = b.add(cache.tokens, b.const([QUERIES - 1]))
-        count = b.squeeze(b.op("Div", rounded, b.const([QUERIES])), 0)
+        parts = b.squeeze(b.op("Div", rounded, b.const([QUERIES])), 0)
         rest = b.const([config.num_heads, 0, config.v_head_dim])
-        shape = b.concat([b.dim(query, 0), rest], axis=0)
+        shape = b.concat([cache.batch, rest], axis=0)
         nothing = b.op("ConstantOfShape", shape, value=ir.tensor(np.zeros(1, np.float32)))
-        return b.ops("Loop", [count, None, nothing], 1, body=body)[0]
+        return b.ops("Loop", [parts, None, nothing], 1, body=body)[0]
 
-    def over_keys(self, b: GraphBuilder, cache: Cache, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
-        """The attention of all queries, at once or in parts."""
+    def over_keys(
+        self, b: GraphBuilder, cache: Cache, query: ir.Value, key: ir.Value, value: ir.Value, count: ir.Value
+    ) -> ir.Value:
+        """The attention of all queries over all ``count`` keys, at once or in parts."""
+
+        def at_once(g: GraphBuilder) -> ir.Value:
+            return self.attention(g, cache, query, key, value, count, cache.tokens)
+
+        def in_parts(g: GraphBuilder) -> ir.Value:
+            return self.in_parts(g, cache, query, key, value, count)
+
         if self.seq_len is not None:
-            form = self.attention if self.seq_len <= QUERIES else self.in_parts
-            return form(b, cache, query, key, value)
+            return at_once(b) if self.seq_len <= QUERIES else in_parts(b)
+        if b is not self.builder:  # in a branch already
+            return in_parts(b)
         branches = {
-            "then_branch": b.subgraph("at_once", [], lambda g: [self.attention(g, cache, query, key, value)]),
-            "else_branch": b.subgraph("in_parts", [], lambda g: [self.in_parts(g, cache, query, key, value)]),
+            "then_branch": b.subgraph("at_once", [], lambda g: [at_once(g)]),
+            "else_branch": b.subgraph("in_parts", [], lambda g: [in_parts(g)]),
         }
         few = b.op("LessOrEqual", b.squeeze(cache.tokens, 0), b.const(QUERIES))
         return b.ops("If", [few], 1, **branches)[0]
@@ -213,8 +237,9 @@ class _Body:
         if config.cache == "expanded":
             key, value, cached = cache.expanded(*self.expand(b, latent, key_rope))
             query = nope if rope is None else b.concat([nope, rope], axis=3)
-            return self.over_keys(b, cache, query, key, value), cached
+            return self.over_keys(b, cache, query, key, value, b.dim(key, 2)), cached
         latents, key_ropes, cached = cache.latents(latent, key_rope)
+        count = b.dim(latents, 1)
 
         def absorbed(inner: GraphBuilder) -> list[ir.Value]:
             to_key, to_value = self.weights_of(inner)
@@ -223,7 +248,6 @@ class _Body:
             if rope is not None and key_ropes is not None:
                 query, keys = inner.concat([query, rope], axis=3), inner.concat([latents, key_ropes], axis=2)
                 width += config.qk_rope_head_dim
-            count = inner.dim(latents, 1)
             flat = inner.op("Reshape", query, inner.const([0, -1, width]))
             scores = inner.matmul(flat, inner.swap_last(keys, 3))
             heads = inner.const([0, config.num_heads, -1])
@@ -237,7 +261,7 @@ class _Body:
         def expanded(inner: GraphBuilder) -> list[ir.Value]:
             key, value = self.expand(inner, latents, key_ropes)
             query = nope if rope is None else inner.concat([nope, rope], axis=3)
-            return [self.over_keys(inner, cache, query, key, value)]
+            return [self.over_keys(inner, cache, query, key, value, count)]
 
         most = absorbed_up_to(config)
         if most is None or (self.seq_len is not None and self.seq_len <= most):

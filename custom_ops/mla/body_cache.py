@@ -25,13 +25,14 @@ class Cache:
     """The caches of one call.
 
     Attributes:
+        batch: B, int64 [1].
         tokens: S, int64 [1].
         there: tokens before the call, int64 [B] or [1].
     """
 
     def __init__(self, b: GraphBuilder, config: MlaConfig, dtype: ir.DataType, inputs: Mapping[str, ir.Value]) -> None:
         self.builder, self.config, self.dtype, self.inputs = b, config, dtype, inputs
-        self.tokens = b.dim(inputs["q"], 1)
+        self.batch, self.tokens = b.dim(inputs["q"], 0), b.dim(inputs["q"], 1)
         self.axis = 2 if config.cache == "expanded" else 1
         # what has the cache's leading sizes; opset 19's Shape takes no float8 in ORT
         sized = "past_latent_scale" if config.cache_type == "float8" else "past_latent"
@@ -66,7 +67,7 @@ class Cache:
 
     def _make_places(self) -> ir.Value:
         b, config = self.builder, self.config
-        batch = b.dim(self.inputs["q"], 0)
+        batch = self.batch
         at = b.add(b.unsqueeze(self.there, 1), b.unsqueeze(arange(b, self.tokens), 0))  # [B, S]
         rows = b.unsqueeze(arange(b, batch), 1)  # [B, 1]
         if config.cache == "expanded":
