@@ -101,7 +101,13 @@ def _candidates(
 
 
 def _candidate(
-    view: GraphView, site: Site, reader: Reader, router: Router, routed: Routed, end: End
+    view: GraphView,
+    site: Site,
+    reader: Reader,
+    router: Router,
+    routed: Routed,
+    end: End,
+    begin: ir.Value | None = None,
 ) -> MoeCandidate | Refusal:
     from .tail import read_shared
 
@@ -128,12 +134,12 @@ def _candidate(
     computed = routed.experts[0].down.y.dtype or end.y.dtype
     x = None
     if layer is not None:
-        x = _common(reader, [*inputs, layer.x], hidden, end.y, computed)
+        x = _common(reader, [*inputs, layer.x], hidden, end.y, computed, begin)
         if x is not None and _narrows(reader, layer.x, x):
             layer, x = None, None
     if layer is None or x is None:
         layer = None
-        x = _common(reader, inputs, hidden, end.y, computed)
+        x = _common(reader, inputs, hidden, end.y, computed, begin)
     if x is None:
         return Refusal("input", f"experts and shared expert do not read the same {hidden} channels", site.name)
     settings: dict[str, Any] = {
@@ -224,6 +230,10 @@ def _candidate(
         return Refusal("shape", f"the result {end.y.name!r} can't be brought to its shape", site.name)
     borders = [p.value for o in operands.values() for p in o.pieces]
     region = backward(view, [end.y], lambda v: v in borders)
+    before = [v for v in region.borders if v not in borders and v in reader.trail(x) and v is not x]
+    if before and begin is None:
+        # something else of the block, a shape at least, is read where x is moved from: x begins there
+        return _candidate(view, site, reader, router, routed, end, before[0])
     unknown = _unknown(view, reader, region, borders)
     if unknown is not None:
         return Refusal("step", unknown, site.name)
@@ -247,7 +257,12 @@ def _candidate(
 
 
 def _common(
-    reader: Reader, inputs: list[ir.Value], hidden: int, y: ir.Value, dtype: ir.DataType | None
+    reader: Reader,
+    inputs: list[ir.Value],
+    hidden: int,
+    y: ir.Value,
+    dtype: ir.DataType | None,
+    source: ir.Value | None = None,
 ) -> ir.Value | None:
     """The earliest value that all inputs are moved from; one of the type that experts compute in and of the result's
     rank is best."""
@@ -261,7 +276,7 @@ def _common(
         kept = not any(_narrowed(trail[: trail.index(value)], value) for trail in trails)
         return kept, value.dtype == dtype, len(value.shape or ()) == len(y.shape or ())
 
-    best = max(reversed(shared), key=fitness)
+    best = source if source in shared else max(reversed(shared), key=fitness)
     for trail in trails:
         for value in trail[: trail.index(best)]:
             producer = value.producer()
