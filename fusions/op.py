@@ -57,15 +57,15 @@ class FusedOp(ABC):
         key: the op's key in ``registry/ops.py``; reports and ``--require`` count by it.
         explains_positions: a candidate's explained nodes are in closed form at every length: bounds on positions that
             they name need no probe.
-        plain_sizes: outside of explained nodes, sizes may be computed by sums and products only: what a quotient or a
-            comparison of sizes moves about, it may move otherwise at lengths that no probe reaches.
+        size_ops: what may compute sizes outside of explained nodes, beside sums and products. What a quotient or a
+            comparison of sizes moves about, it may move otherwise at lengths that no probe reaches. None: anything may.
         scaled_output: the output that a screened core may give as a multiple of the op's, or "" where none is measured.
     """
 
     key: str = ""
     scaled_output: str = ""
     explains_positions: bool = False
-    plain_sizes: bool = False
+    size_ops: frozenset[str] | None = None
 
     # --- the call ---------------------------------------------------------------------------------------------------
 

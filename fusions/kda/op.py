@@ -35,6 +35,7 @@ class KdaOp(FusedOp):
     """``deltafuse::KimiDeltaAttention``."""
 
     key = "kda"
+    size_ops: frozenset[str] | None = frozenset({"Mod"})  # chunks are filled up
     scaled_output = "o"
 
     def kind_of(self, name: str) -> str:

@@ -20,6 +20,7 @@ from ..result import PassReport, ProofReport, RegionReport
 from .block import Block, read_block
 from .core import Core, is_anchor, read_core
 from .equal import merge_equal
+from .lengths import spell_lengths
 from .op import MLA
 from .recognise import candidates, readable_masks
 from .sizes import size_refusal
@@ -48,6 +49,7 @@ class FuseMla(FusePass):
     def run(self, model: ir.Model, report: PassReport) -> None:
         if any(is_anchor(n) for n in model.graph):
             merge_equal(model.graph)
+            spell_lengths(model.graph)
             super().run(model, report)
 
     def places(self, view: GraphView) -> list[Place]:

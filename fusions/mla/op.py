@@ -31,7 +31,7 @@ class MlaOp(FusedOp):
 
     key = "mla"
     explains_positions = True
-    plain_sizes = True
+    size_ops: frozenset[str] | None = frozenset()
 
     def kind_of(self, name: str) -> str:
         if name in ("kv_norm_weight", "q_scale", "past_latent_scale"):

@@ -33,7 +33,7 @@ class MoeOp(FusedOp):
     """``deltafuse::GroupedQMoE``."""
 
     key = "moe"
-    plain_sizes = True
+    size_ops: frozenset[str] | None = frozenset()
 
     def kind_of(self, name: str) -> str:
         return "float32" if name in _FLOAT32 else "own" if name == "router_logits" else "T"

@@ -42,9 +42,10 @@ _LOOPS = frozenset({"Loop", "Scan"})
 def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str | None:
     """The first node that keeps the region from being analytic, in words; None when there is none."""
     told = set(extract.inputs)
-    if candidate.op.plain_sizes:
+    allowed = candidate.op.size_ops
+    if allowed is not None:
         for node in _read(view, extract):
-            if node.op_type in _UNEVEN and node not in candidate.explained and not _is_plain_size(view, node):
+            if node.op_type in _UNEVEN - allowed and node not in candidate.explained and _makes_sizes(view, node):
                 return f"{node.op_type} {node.name!r} makes sizes or places that may change how values are laid out"
     for node in extract.nodes:
         if any(v in told for v in view.inputs_of(node)):
@@ -77,10 +78,12 @@ def _read(view: GraphView, extract: Extract) -> Iterator[ir.Node]:
                 stack.extend(view.inputs_of(node))
 
 
-def _is_plain_size(view: GraphView, node: ir.Node) -> bool:
-    """Does it compute with no integers, or with constants only?"""
+def _makes_sizes(view: GraphView, node: ir.Node) -> bool:
+    """Does it compute integers or truths from others, for more than whether a loop goes on?"""
     given = [v for v in node.inputs if v is not None and not view.is_const(v)]
-    return not given or all(v.dtype in FLOAT_TYPES for v in given)
+    if not given or any(v.dtype in FLOAT_TYPES for v in (*given, *node.outputs[:1])):
+        return False
+    return not all(user.op_type in _LOOPS for value in node.outputs for user in view.users(value))
 
 
 def _node(view: GraphView, node: ir.Node) -> str | None:

@@ -72,6 +72,20 @@ def zero_large(graph: Graph, x: str) -> str:
     return graph.op("Where", graph.op("Greater", graph.op("Abs", x), graph.const(50.0)), graph.const(0.0), x)
 
 
+def turned_about(*divisors: int) -> Hook:
+    """Tokens change their order in sequences that are long enough for a quotient to be 1."""
+
+    def hook(graph: Graph, x: str) -> str:
+        batch, parts, rest = (graph.op("Shape", x, start=s, end=e) for s, e in ((0, 1), (1, 2), (2, 4)))
+        for divisor in divisors:
+            parts = graph.op("Div", parts, graph.ints(divisor))
+        parts = graph.op("Add", parts, graph.ints(1))
+        apart = graph.op("Reshape", x, graph.op("Concat", batch, parts, graph.ints(-1), rest, axis=0))
+        return graph.op("Reshape", graph.op("Transpose", apart, perm=[0, 2, 1, 3, 4]), graph.op("Shape", x))
+
+    return hook
+
+
 def norm_by_square(graph: Graph, x: str) -> str:
     squares = graph.op("ReduceSum", graph.op("Mul", x, x), graph.ints(-1), keepdims=1)
     return graph.op("Div", x, graph.op("Add", squares, graph.const(1e-6)))
@@ -188,6 +202,9 @@ BARE = Layer(conv=False, norm_qk=None, scale=1.0)
 FLOAT, FP8 = TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN
 
 ATTACKS: dict[str, Attack] = {
+    # what moves from a length on: the probe behind a bound fails (4003 is odd), or no bound is named (60 * 70)
+    "tokens_turned_about": Attack(Layer(norm_qk=None, q=turned_about(4000)), "Div", beyond=(4400,)),
+    "tokens_turned_about_by_two": Attack(Layer(norm_qk=None, v=turned_about(60, 70)), "Div", beyond=(4400,)),
     # what random inputs never leave: rates in [0, 1], decays below 0, keys of length one
     "rate_clipped_to_0_1": Attack(Layer(beta=clip(0.0, 1.0)), "Clip"),
     "rate_by_relu": Attack(Layer(beta=unary("Relu")), "Relu"),

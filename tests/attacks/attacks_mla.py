@@ -203,7 +203,7 @@ ATTACKS: dict[str, Attack] = {
     "places in bfloat16": Attack(Mla(past=True, mask=keep(through(TensorProto.BFLOAT16))), "mask", NONE),
     "places in int16": Attack(Mla(past=True, mask=keep(through(TensorProto.INT16))), "mask", NONE),
     "places in float16, four axes": Attack(
-        Mla(past=True, mask=keep(four(through(TensorProto.FLOAT16)))), "cycle|mask", "which the block gives"
+        Mla(past=True, mask=keep(four(through(TensorProto.FLOAT16)))), sizes=LONG, scale=(1.0,)
     ),
     "window with sinks": Attack(Mla(past=True, mask=keep(sliding(4096, 4))), "mask", NONE),
     "keys up to 4000": Attack(Mla(past=True, mask=keep(below(4000))), "mask", NONE),
@@ -221,7 +221,12 @@ ATTACKS: dict[str, Attack] = {
         Mla(mask=keep(padding, -1e9), inputs=pad("B", "T")), scale=(1.0,), masked=True
     ),
     "a mask as long as the cache that is given": Attack(
-        Mla(past=True, mask=keep(also(causal, padding)), inputs=pad("B", "P + T")), "cycle", "which the block gives"
+        Mla(past=True, mask=keep(also(causal, padding)), inputs=pad("B", "P + T")), scale=(1.0,)
+    ),
+    "a mask as long as a cache that is made": Attack(
+        Mla(past=True, moved=True, mask=keep(also(causal, padding)), inputs=pad("B", "P + T")),
+        "cycle",
+        "which the block gives",
     ),
     # sizes
     "latents of another sequence": Attack(Mla(rotated=False, mask=no_mask, context=["B", "K"]), "sizes", EQUAL),

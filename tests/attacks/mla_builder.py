@@ -60,7 +60,7 @@ class Mla:
         q, latent, normed, k_rope, cos, scores, weights, out: what is put in there.
         mask: what is done to the scores.
         context: latents and rotary keys are made of another input, of this many tokens (or this dim's name).
-        past: with a cache of latents that grows.
+        past: with a cache of latents that grows; ``moved``: its tensors come from nodes, not from outside.
         rotated: with a rotation.
         joined: what is done to the joined cache of latents and of rotary keys.
     """
@@ -76,6 +76,7 @@ class Mla:
     mask: Mask = field(default_factory=lambda: keep(causal))
     context: list[int | str] | None = None
     past: bool = False
+    moved: bool = False
     rotated: bool = True
     inputs: dict[str, tuple[list[int | str], int]] = field(default_factory=dict)
     seed: int = 0
@@ -92,6 +93,8 @@ class Mla:
             g.input(name, dims, kind)
         past = g.input("past", ["B", "P", RANK]) if self.past else ""
         past_rope = g.input("past_rope", ["B", "P", ROPE]) if self.past else ""
+        if self.moved:
+            past, past_rope = g.op("Neg", past), g.op("Neg", past_rope)
         q = g.op("MatMul", x, g.weight(HIDDEN, HEADS * (NOPE + ROPE)))
         q = g.op("Reshape", self.q(g, q), g.ints(0, 0, HEADS, NOPE + ROPE))
         q = g.op("Transpose", q, perm=[0, 2, 1, 3])
