@@ -160,6 +160,11 @@ def _remainder(r: Reader, value: ir.Value | None, order: ir.Value) -> bool | Non
     return True if node is not None and r.moved(node.inputs[0]) is order else None
 
 
+def _counts_far(r: Reader, value: ir.Value | None) -> bool:
+    """Can it count choices, moved or cast as it is? 16 bits count to 2048 or less, 8 to 255."""
+    return value is not None and all(v.dtype in (ir.DataType.FLOAT, *INTEGER_TYPES) for v in r.trail(value))
+
+
 class _Grouped:
     """Reads the projections: for each expert its rows times its weights, joined."""
 
@@ -219,20 +224,24 @@ class _Grouped:
         total = r.node(r.moved(node.inputs[0]), "CumSum")
         if total is None or attribute_int(total, "exclusive", 0) or attribute_int(total, "reverse", 0):
             return False
+        if not (_counts_far(r, value) and _counts_far(r, node.inputs[0]) and _counts_far(r, total.inputs[0])):
+            return False
         return self._counts(r, r.moved(total.inputs[0]))
 
     def _counts(self, r: Reader, value: ir.Value | None) -> bool:
         """How many choices each expert has: ones added up at the bins of the sorted ids."""
         base: ir.Value | None = value
-        while (cast := r.node(base, "Cast")) is not None:
+        while base is not None and (cast := r.node(base, "Cast")) is not None:
+            if not _counts_far(r, base):
+                return False
             base = cast.inputs[0]
         node = r.node(base, "ScatterElements")
         if node is None or attribute_string(node, "reduction", "none") != "add":
             return False
         if not r.is_filled(node.inputs[0], 0.0) or not r.is_filled(node.inputs[2], 1.0):
             return False
-        if node.outputs[0].dtype not in (ir.DataType.FLOAT, *INTEGER_TYPES):
-            return False  # 16 bits count to 2048 or less
+        if not _counts_far(r, node.outputs[0]):
+            return False
         bins = self._bins(r, node.inputs[1])
         return bins is not None and bool(np.array_equal(bins, np.arange(self.router.experts)))
 
