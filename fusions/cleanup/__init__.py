@@ -11,6 +11,7 @@ from .infer import InferTypes
 from .repair import RepairNormScale
 from .rms_norm import RmsNorms
 from .sequences import SplitSequences
+from .softmax import JoinSoftmax
 from .splits import RemoveIdleSplits
 from .units import RemoveUnitFactors
 
@@ -30,6 +31,7 @@ def cleanup_passes() -> list[Pass]:
         FoldConstants("fold-constants-again"),
         RemoveUnitFactors(),
         RemoveIdleSplits(),
+        JoinSoftmax(),
         RmsNorms(),
     ]
 

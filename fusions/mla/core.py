@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
-from ..graph import GraphView, attribute_float, attribute_int, attribute_string, is_op, rank_of
+from ..graph import FLOAT_TYPES, GraphView, attribute_float, attribute_int, attribute_string, is_op, rank_of
 from .masks import MaskTerm, as_truths, nothing
 
 
@@ -225,13 +225,10 @@ def _after(view: GraphView, core: Core, value: ir.Value) -> bool:
     """From the probabilities to the product with the values."""
     for _ in range(16):
         users = view.users(value)
-        guard = next((u for u in users if is_op(u, "IsNaN")), None)
-        if guard is not None and len(users) == 2:
-            where = next(u for u in users if u is not guard)
-            if not _is_nan_guard(view, where, guard, value):
-                return False
-            core.explained |= {guard, where}
-            value = where.outputs[0]
+        guarded = _nan_guard(view, value)
+        if guarded is not None:
+            core.explained |= guarded[0]
+            value = guarded[1]
             continue
         if len(users) != 1:
             return False
@@ -254,30 +251,44 @@ def _after(view: GraphView, core: Core, value: ir.Value) -> bool:
     return False
 
 
-def _is_nan_guard(view: GraphView, where: ir.Node, guard: ir.Node, value: ir.Value) -> bool:
-    return (
-        is_op(where, "Where")
-        and where.inputs[0] is guard.outputs[0]
-        and view.scalar(where.inputs[1]) == 0.0
-        and where.inputs[2] is value
-    )
+def _nan_guard(view: GraphView, value: ir.Value) -> tuple[set[ir.Node], ir.Value] | None:
+    """(nodes, result) of `Where(IsNaN(value), 0, value)`, where nothing else reads the value.
+
+    The question may be asked of the value in 16 bits: weights of a softmax, and their means, don't become NaN by that.
+    """
+    users = view.users(value)
+    if len(users) != 2:
+        return None
+    for asked in users:
+        nodes, guard = {asked}, asked
+        if is_op(asked, "Cast"):
+            inner = view.users(asked.outputs[0])
+            if len(inner) != 1 or asked.outputs[0].dtype not in FLOAT_TYPES:
+                continue
+            guard = inner[0]
+            nodes.add(guard)
+        where = next((u for u in users if u is not asked), None)
+        if where is None or not is_op(guard, "IsNaN") or not is_op(where, "Where"):
+            continue
+        given = where.inputs[0] is guard.outputs[0] and view.users(guard.outputs[0]) == [where]
+        if given and view.scalar(where.inputs[1]) == 0.0 and where.inputs[2] is value:
+            return {*nodes, where}, where.outputs[0]
+    return None
 
 
 def _guards(view: GraphView, core: Core) -> None:
     """Behind the attention: rows without a key that counts become zeros; NaN becomes zero."""
     for _ in range(3):
         users = view.users(core.o)
-        guard = next((u for u in users if is_op(u, "IsNaN")), None)
-        if guard is not None and len(users) == 2:
-            where = next(u for u in users if u is not guard)
-            if not _is_nan_guard(view, where, guard, core.o):
-                return
-            core.explained |= {guard, where}
-        elif len(users) == 1 and _is_row_guard(view, core, users[0], core.o):
-            where = users[0]
-            core.explained |= {where, *_row_nodes(where)}
-        else:
+        guarded = _nan_guard(view, core.o)
+        if guarded is not None:
+            core.explained |= guarded[0]
+            core.o = guarded[1]
+            continue
+        if len(users) != 1 or not _is_row_guard(view, core, users[0], core.o):
             return
+        where = users[0]
+        core.explained |= {where, *_row_nodes(where)}
         core.o = where.outputs[0]
 
 

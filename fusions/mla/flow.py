@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from ..cleanup.rms_norm import rms_norm_of
-from ..graph import GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
+from ..graph import FLOAT_TYPES, GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
 
 _MOVES = frozenset("Cast Expand Flatten Identity Neg Reshape Slice Split Squeeze Tile Transpose Unsqueeze".split())
 
@@ -52,9 +52,18 @@ def is_leaf(view: GraphView, value: ir.Value) -> bool:
     producer = value.producer()
     if producer is None or view.is_linear(producer) or view.is_opaque(producer):
         return True
+    if is_op(producer, "Cast"):  # ORT's CPU computes 16 bits in float32 between casts
+        source = producer.inputs[0]
+        return source is not None and source.dtype in FLOAT_TYPES and is_layer(view, source)
     if is_op(producer, "Add") and any(v is not None and view.is_const(v) for v in producer.inputs):
         return any(v is not None and (p := v.producer()) is not None and view.is_linear(p) for v in producer.inputs)
     return False
+
+
+def is_layer(view: GraphView, value: ir.Value) -> bool:
+    """A linear layer's result, with or without its bias."""
+    producer = value.producer()
+    return producer is not None and not is_op(producer, "Cast") and is_leaf(view, value)
 
 
 def _is_part(view: GraphView, node: ir.Node) -> bool:
@@ -253,22 +262,24 @@ def write_of(view: GraphView, node: ir.Node) -> Join | None:
     data, index, new = node.inputs[:3]
     if not is_op(node, "ScatterND") or data is None or index is None or new is None:
         return None
-    there, fresh = data.producer(), new.producer()
-    users = view.users(node.outputs[0])
-    if there is None or fresh is None or not is_op(there, "Transpose") or not is_op(fresh, "Transpose"):
+    there = data.producer()
+    if there is None or not is_op(there, "Transpose"):
         return None
-    back = users[0] if len(users) == 1 and is_op(users[0], "Transpose") else None
-    perms = [list(n.attributes["perm"].as_ints()) for n in (there, fresh, back) if n is not None]
-    past, added = there.inputs[0], fresh.inputs[0]
-    if back is None or past is None or added is None or past.producer() is not None or view.is_const(past):
-        return None
-    order = perms[0]
-    if perms[1] != order or [perms[2][p] for p in range(len(order))] != [order.index(i) for i in range(len(order))]:
+    past, order = there.inputs[0], list(there.attributes["perm"].as_ints())
+    turned = [u for u in view.users(node.outputs[0]) if is_op(u, "Transpose")]
+    back = next((u for u in turned if _undoes(u, order)), None)
+    if back is None or past is None or past.producer() is not None or view.is_const(past):
         return None
     dims = static_dims(index)
     if dims is None or len(dims) != 2 or dims[1] != 1 or attribute_string(node, "reduction", "none") != "none":
         return None
-    return Join(node, past, added, back.outputs[0], order[0], index)
+    return Join(node, past, new, back.outputs[0], order[0], index)
+
+
+def _undoes(node: ir.Node, order: list[int]) -> bool:
+    """Does a transpose bring axes back that were brought into this order?"""
+    back = list(node.attributes["perm"].as_ints())
+    return len(back) == len(order) and [back[p] for p in order] == list(range(len(order)))
 
 
 def cut_of(view: GraphView, value: ir.Value) -> tuple[Join, ir.Value] | None:

@@ -12,7 +12,7 @@ from ..cleanup.rms_norm import rms_norm_of
 from ..graph import GraphView, attribute_string, is_op
 from ..match import uncast
 from .core import Core
-from .flow import Join, cut_of, join_of, unmoved, write_of
+from .flow import Join, cut_of, is_leaf, join_of, unmoved, write_of
 
 
 @dataclass
@@ -234,14 +234,26 @@ def _gate(view: GraphView, value: ir.Value) -> tuple[ir.Value, set[ir.Node]] | N
     return value, nodes
 
 
+def _widened(weight: ir.Value) -> ir.Value:
+    """The constant that is only widened to float32 for its layer, or the weight itself."""
+    producer = weight.producer()
+    source = producer.inputs[0] if producer is not None and producer.inputs else None
+    if source is None or not is_op(producer, "Cast") or weight.dtype != ir.DataType.FLOAT:
+        return weight
+    return source if source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else weight
+
+
 def linear_weight(view: GraphView, value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value, bool] | None:
     """(node, input, weight, transposed) of the linear layer without bias that gives a value."""
     producer = value.producer()
+    if is_op(producer, "Cast") and producer is not None and producer.inputs[0] is not None and is_leaf(view, value):
+        producer = producer.inputs[0].producer()
     if producer is None or not is_op(producer, "MatMul", "Gemm"):
         return None
     weight = view.weight_of(producer)
     if weight is None or weight is not producer.inputs[1] or producer.inputs[0] is None:
         return None
+    weight = _widened(weight)
     transposed = False
     if producer.op_type == "Gemm":
         if len(producer.inputs) > 2 and producer.inputs[2] is not None:

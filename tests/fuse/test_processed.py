@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from exports import library
 from exports.processed import TOOLS
@@ -39,6 +41,59 @@ def test_layers_are_found_after(name: str, tool: str) -> None:
     feeds = [export.feeds(binding) for binding in export.bindings[:2]]
     kit.same(before, after, *feeds, tolerance=export.tolerance)
     kit.same(original, after, *feeds, tolerance=export.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "tool"),
+    [
+        ("mla_deepseek_v3_decode_f16", "ort_all"),
+        ("mla_hub_f16", "ort_extended"),
+        ("mla_latent_f16", "ort_basic"),
+        ("mla_static", "ort_all"),
+        ("mla_causal_op23", "ort_all"),
+        ("kimi_prefill_f16", "ort_all"),
+    ],
+)
+def test_latent_attention_is_found_after(name: str, tool: str) -> None:
+    """ORT's CPU computes 16 bits in float32 between casts, and writes a softmax of them out."""
+    export = library.export(name)
+    original = export.proto()
+    before = TOOLS[tool](original)
+    report, after = kit.fuse(before)
+    assert report.count("mla") == export.mla, kit.why(report)
+    assert "Softmax" not in kit.ops(after.graph) or export.moe
+    feeds = [export.feeds(binding) for binding in export.bindings[:2]]
+    kit.same(before, after, *feeds, tolerance=export.tolerance)
+    kit.same(original, after, *feeds, tolerance=export.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"), [({}, 1), ({"sum": "0"}, 0), ({"max": "0"}, 0), ({"of": "y"}, 0), ({"under": "y"}, 0)]
+)
+def test_a_softmax_written_out_is_one(change: dict[str, str], found: int) -> None:
+    """Over one axis and of one value; else it is something else and stays."""
+    part = {"sum": "1", "max": "-1", "of": "x", "under": "e", **change}
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 18]>
+        agraph (float[4, N] x, float[4, N] y) => (float[4, N] o) {{
+            sum_axes = Constant <value = int64[1] {{{part["sum"]}}}> ()
+            max_axes = Constant <value = int64[1] {{{part["max"]}}}> ()
+            m = ReduceMax({part["of"]}, max_axes)
+            d = Sub(x, m)
+            e = Exp(d)
+            s = ReduceSum({part["under"]}, sum_axes)
+            o = Div(e, s)
+        }}"""
+    )
+    report, after = kit.fuse(model)
+    assert ("Softmax" in kit.ops(after.graph)) == bool(found)
+    assert ("Exp" in kit.ops(after.graph)) != bool(found)
+    assert next(p for p in report.passes if p.name == "join-softmax").matched == found
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.uniform(0.5, 2.0, (4, 5)).astype(np.float32) for n in ("x", "y")}
+    if found:
+        feeds["x"] *= 100.0
+    kit.same(model, after, feeds, tolerance=1e-6)
 
 
 def test_the_tools_do_what_they_are_here_for() -> None:
