@@ -125,9 +125,10 @@ class LatentCache(Pass):
                 user.attributes["start"] = ir.AttrInt64("start", axis)
                 user.attributes["end"] = ir.AttrInt64("end", axis + 1)
         places = [list(graph.inputs).index(old) for old in olds]
-        one = None if given["q"].shape is None or given["q"].shape[1] != 1 else 1
-        function = body.build_function(config, graph.opset_imports[""], dtype, seq_len=one)
-        new_node = call.make_node(config, given, dtype, seq_len=one, name=node.name)
+        tokens = None if given["q"].shape is None else given["q"].shape[1]
+        known = tokens if isinstance(tokens, int) and tokens > 0 else None
+        function = body.build_function(config, graph.opset_imports[""], dtype, seq_len=known)
+        new_node = call.make_node(config, given, dtype, seq_len=known, name=node.name)
         graph.insert_before(node, new_node)
         call.attach(model, function)
         fresh = dict(zip(config.output_names(), [v for v in new_node.outputs if v.name != ""], strict=True))

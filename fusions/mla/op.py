@@ -47,7 +47,9 @@ class MlaOp(FusedOp):
         state_dtype: ir.DataType,
         name: str,
     ) -> tuple[ir.Function, ir.Node, dict[str, ir.Value]]:
-        config, seq_len = candidate.config, 1 if candidate.one_token else None
+        config, tokens = candidate.config, self.sizes(candidate).get("tokens")
+        # known: the form of the body is chosen here, not when it runs
+        seq_len = 1 if candidate.one_token else tokens if isinstance(tokens, int) and tokens > 1 else None
         function = body.build_function(config, opset, dtype, seq_len=seq_len)
         node = call.make_node(config, inputs, dtype, seq_len=seq_len, name=name)
         asked = [v for v in node.outputs if v.name != ""]
