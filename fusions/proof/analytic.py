@@ -42,11 +42,6 @@ _LOOPS = frozenset({"Loop", "Scan"})
 def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str | None:
     """The first node that keeps the region from being analytic, in words; None when there is none."""
     told = set(extract.inputs)
-    allowed = candidate.op.size_ops
-    if allowed is not None:
-        for node in _read(view, extract):
-            if node.op_type in _UNEVEN - allowed and node not in candidate.explained and _makes_sizes(view, node):
-                return f"{node.op_type} {node.name!r} makes sizes or places that may change how values are laid out"
     for node in extract.nodes:
         if any(v in told for v in view.inputs_of(node)):
             told.update(node.outputs)
@@ -62,6 +57,16 @@ def not_analytic(view: GraphView, candidate: Candidate, extract: Extract) -> str
         found = _node(view, node)
         if found is not None and not candidate.op.allows(view, candidate, node):
             return found
+    return _uneven_size(view, candidate, extract)
+
+
+def _uneven_size(view: GraphView, candidate: Candidate, extract: Extract) -> str | None:
+    """The first node that computes sizes by what the op does not allow, in words."""
+    allowed = candidate.op.size_ops
+    if allowed is not None:
+        for node in _read(view, extract):
+            if node.op_type in _UNEVEN - allowed and node not in candidate.explained and _makes_sizes(view, node):
+                return f"{node.op_type} {node.name!r} makes sizes or places that may change how values are laid out"
     return None
 
 

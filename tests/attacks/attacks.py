@@ -246,8 +246,8 @@ ATTACKS: dict[str, Attack] = {
     "table_of_rows": Attack(Layer(rate=table_of_rows), "positions or lengths"),
     "counter_200": Attack(Layer(live=200), "positions or lengths"),
     "counter_3000": Attack(Layer(live=3000), "positions or lengths", beyond=(3300,)),
-    "zeros_from_1000": Attack(Layer(rate=zeros_from_1000), "tokens|lengths", "unproved|proof", beyond=(1300,)),
-    "zeros_in_whole_blocks": Attack(Layer(rate=zeros_in_whole_blocks), "tokens|lengths", "unproved|proof"),
+    "zeros_from_1000": Attack(Layer(rate=zeros_from_1000), "sizes|tokens|lengths", "unproved|proof", beyond=(1300,)),
+    "zeros_in_whole_blocks": Attack(Layer(rate=zeros_in_whole_blocks), "sizes|tokens|lengths", "unproved|proof"),
     # branches
     "if_longer_than_600": Attack(Layer(rate=longer_than(600, _nothing, apart=False)), "If", beyond=(700,)),
     "if_longer_by_600": Attack(Layer(rate=longer_than(600, _nothing)), "If", beyond=(700,)),
