@@ -97,6 +97,30 @@ function(df_find_cuda note)
   unset(cudart CACHE)
 endfunction()
 
+# df_headers(OUT FILE): the headers that FILE includes in quotation marks, and those that they include.
+#
+# Not nvcc's own list (DEPFILE): CMake keeps that in a folder that scikit-build-core clears whenever pip makes another
+# isolated environment, and then every kernel is compiled again. With these, a second "pip install ." compiles nothing.
+function(df_headers out file)
+  set(found "")
+  set(queue "${file}")
+  while(queue)
+    list(POP_FRONT queue next)
+    get_filename_component(folder "${next}" DIRECTORY)
+    file(STRINGS "${next}" lines REGEX "^ *# *include *\"")
+    foreach(line IN LISTS lines)
+      string(REGEX REPLACE "^[^\"]*\"([^\"]+)\".*" "\\1" name "${line}")
+      get_filename_component(header "${folder}/${name}" ABSOLUTE)
+      if(EXISTS "${header}" AND NOT header IN_LIST found)
+        list(APPEND found "${header}")
+        list(APPEND queue "${header}")
+      endif()
+    endforeach()
+  endwhile()
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${file}" ${found})
+  set(${out} "${found}" PARENT_SCOPE)
+endfunction()
+
 # df_cuda_objects(OUT SOURCES...): one object for each .cu file.
 function(df_cuda_objects out)
   set(objects "")
@@ -105,11 +129,11 @@ function(df_cuda_objects out)
     set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.o")
     get_filename_component(folder "${object}" DIRECTORY)
     file(MAKE_DIRECTORY "${folder}")
+    df_headers(headers "${source}")
     add_custom_command(
       OUTPUT "${object}"
-      COMMAND "${df_nvcc}" ${df_nvcc_flags} -MD -MF "${object}.d" -c "${source}" -o "${object}"
-      DEPENDS "${source}"
-      DEPFILE "${object}.d"
+      COMMAND "${df_nvcc}" ${df_nvcc_flags} -c "${source}" -o "${object}"
+      DEPENDS "${source}" ${headers}
       COMMENT "nvcc ${name}"
       VERBATIM)
     list(APPEND objects "${object}")
