@@ -19,13 +19,15 @@ class Piece:
     """A value of the graph and how to bring it to the op's layout: transpose, then reshape (ONNX Reshape rules).
 
     ``axes`` names the sizes of the value's own axes for proofs: "batch", "tokens", "past + tokens", None for others.
-    An op may know them without being told (:meth:`FusedOp.axes_of`).
+    An op may know them without being told (:meth:`FusedOp.axes_of`). ``each_row_of``: one entry for all, spread to as
+    many as that value's first axis has.
     """
 
     value: ir.Value
     permutation: tuple[int, ...] | None = None
     reshape: tuple[int, ...] | None = None
     axes: tuple[str | None, ...] = ()
+    each_row_of: ir.Value | None = None
 
     @property
     def adds_time(self) -> bool:
@@ -35,10 +37,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Operand:
-    """One run-time input of the op: one piece, or several concatenated along ``axis``."""
+    """One run-time input of the op: one piece, or several concatenated along ``axis``, then reshaped.
+
+    ``reshape`` joins the axes behind the first two, which keep their sizes; all pieces are reshaped to theirs before.
+    """
 
     pieces: tuple[Piece, ...]
     axis: int = -1
+    reshape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,8 @@ class Candidate:
         for operand in self.operands.values():
             for piece in operand.pieces:
                 found[piece.value] = None
+                if piece.each_row_of is not None:
+                    found[piece.each_row_of] = None
         return list(found)
 
     def output_values(self) -> list[ir.Value]:

@@ -81,10 +81,18 @@ class _Builder:
             if piece.reshape is not None:
                 shape = self.initializer(f"{hint}_shape", np.array(piece.reshape, np.int64))
                 value = self.apply(f"{hint}_rows", "Reshape", [value, shape])
+            if piece.each_row_of is not None:
+                rows = self.apply(f"{hint}_count", "Shape", [bind[piece.each_row_of]], {"start": 0, "end": 1})
+                rows.dtype = ir.DataType.INT64
+                value = self.apply(f"{hint}_each", "Expand", [value, rows])
             if dtype is not None:
                 value = self.cast(hint, value, dtype)
             parts.append(value)
-        return parts[0] if len(parts) == 1 else self.apply(f"{name}_all", "Concat", parts, {"axis": operand.axis})
+        whole = parts[0] if len(parts) == 1 else self.apply(f"{name}_all", "Concat", parts, {"axis": operand.axis})
+        if operand.reshape is None:
+            return whole
+        shape = self.initializer(f"{name}_shape", np.array(operand.reshape, np.int64))
+        return self.apply(f"{name}_flat", "Reshape", [whole, shape])
 
     def results(self, name: str, result: Result, value: ir.Value, cast: bool) -> None:
         if result.reshape is not None:

@@ -24,7 +24,8 @@ class Block:
     """What was found around an attention before masks and rotations are read.
 
     Attributes:
-        q: queries' leaf; latent: the way to kv_b; k_rope: rotary keys' leaf, or None.
+        q: queries' leaf; q_rope: their rotary part's, where that is another.
+        latent: the way to kv_b; k_rope: rotary keys' leaf, or None.
         sizes: heads, nope, rope, value and latent width.
         weights: kv_b's constants and whether each is transposed; ``split``: keys and values have a layer each.
         factors: roots of cosines and sines; q_scale: a factor of each query.
@@ -49,6 +50,7 @@ class Block:
     cache: Cache | None = None
     explained: set[ir.Node] = field(default_factory=set)
     compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
+    q_rope: ir.Value | None = None
 
 
 def read_block(view: GraphView, symbolic: Symbolic, core: Core) -> Block | Refusal | None:
@@ -105,6 +107,7 @@ def _block(view: GraphView, symbolic: Symbolic, core: Core, end: End, ways: Ways
         ways.q,
         cache,
         compute=ways.compute,
+        q_rope=ways.query_rope,
     )
     block.explained = {*core.explained, *ways.latent.nodes, *end.explained, *(cache.nodes if cache else ())}
     return block
@@ -128,8 +131,10 @@ def _sizes(core: Core, ways: Ways, end: End) -> tuple[int, int, int, int] | Refu
         if found is None:
             return Refusal("shape", "the width of the rotary keys is not known")
         rope = found
-    q = ways.query
-    q_channels = channels_of(q) if (rank_of(q) or 0) <= 3 else _q_channels(q)
+    q_channels: int | None = 0
+    for q in (ways.query, ways.query_rope):
+        more = 0 if q is None else channels_of(q) if (rank_of(q) or 0) <= 3 else _q_channels(q)
+        q_channels = None if q_channels is None or more is None else q_channels + more
     heads, value = (ways.heads, ways.value) if ways.heads is not None else _heads(core, end)
     if q_channels is None:
         return Refusal("shape", "the channels of queries are not known")

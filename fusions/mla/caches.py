@@ -56,7 +56,10 @@ class Cache:
         settings["has_present"] = wanted
         if self.lengths is not None:
             settings["static_cache"] = True
-            operands["cache_lengths"] = Operand((Piece(self.lengths, reshape=(-1,)),))
+            first = next(iter(self.pasts.values()))[0]
+            one = first.shape is not None and first.shape[0] == 1
+            each = None if one else first
+            operands["cache_lengths"] = Operand((Piece(self.lengths, reshape=(-1,), each_row_of=each),))
         for name, (past, present) in self.pasts.items():
             axes = 4 if self.kind == "expanded" else len(past.shape or ())
             width = rank + rope if self.packed else rank if name == "past_latent" else rope
@@ -130,30 +133,35 @@ def _with_length(symbolic: Symbolic, kind: str, joins: list[Join]) -> Cache | Re
     assert first.past.shape is not None
     if all(j.index is None for j in joins):
         return Cache(kind, of_dim(first.past.shape[first.axis], first.past, first.axis))
-    unclear = Refusal(
-        "static-cache",
-        "a cache that new tokens are written into at places that are not shown to follow one another from one length "
-        "on, for a batch of one",
-    )
-    batch = first.past.shape[0]
-    if any(j.index is None for j in joins) or batch != 1:
-        return unclear
+    if any(j.index is None for j in joins):
+        return Refusal("static-cache", "a part of the cache grows, a part is written into")
     try:
         places = [symbolic(j.index) for j in joins]
     except Unknown:
-        return unclear
+        return _unclear("are made in a way that has no closed form")
     element = places[0].element
     if any(p.element != element for p in places) or not isinstance(element, Lin):
-        return unclear
+        return _unclear("are not the same for keys and values")
     start = element.put({"@2": Lin(0)})
     steps = element - start
     if steps != axis(2) and not (steps == Lin(0) and places[0].shape[0].number == 1):
-        return unclear
+        source = next((a.value.name for a, _ in element.terms if isinstance(a, Look)), None)
+        if source is None:
+            return _unclear("do not rise by one")
+        return _unclear(f"are read one by one from {source!r}, which may hold any")
     if start.const or len(start.terms) != 1 or start.terms[0][1] != 1 or not isinstance(start.terms[0][0], Look):
-        return unclear
+        return _unclear("do not start at a value of the graph")
     value = start.terms[0][0].value
     dims = static_dims(value)
     if dims is None or any(d != 1 for d in dims):
-        return unclear
+        return _unclear(f"start at one of several entries of {value.name!r}")
     nodes = {n for j in joins if j.index is not None for n in symbolic.nodes_of(j.index)}
     return Cache(kind, start, lengths=value, nodes=nodes)
+
+
+def _unclear(why: str) -> Refusal:
+    return Refusal(
+        "static-cache",
+        f"the places of a fixed-size cache that new tokens are written into {why}: the op writes tokens one behind the "
+        "other; make the places in the graph from one start (`start + arange(tokens)`), or export one token",
+    )

@@ -55,7 +55,8 @@ def draw(candidate: Candidate, batch: int, tokens: int, past: int, seed: int, ca
     keys = past + tokens if config.has_past else tokens
     if config.static_cache:
         keys = past
-        found["cache_lengths"] = rng.integers(0, past - tokens + 1, batch)
+        one = candidate.operands["cache_lengths"].pieces[0].each_row_of is not None
+        found["cache_lengths"] = np.resize(rng.integers(0, past - tokens + 1, 1 if one else batch), batch)
     if config.has_mask:
         found["attn_mask"] = _mask(candidate, batch, tokens, keys, rng, case)
     if case == "wide":

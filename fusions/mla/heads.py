@@ -68,10 +68,10 @@ def _inputs(candidate: Candidate) -> dict[ir.Value, Spread]:
     config: MlaConfig = candidate.config
     heads = config.num_heads
     found: dict[ir.Value, Spread] = {}
-    for name, width in (("q", config.qk_head_dim), ("gate", 1)):
-        if name not in candidate.operands:
-            continue
-        piece = candidate.operands[name].pieces[0]
+    queries = candidate.operands["q"].pieces
+    widths = [config.qk_head_dim] if len(queries) == 1 else [config.qk_nope_head_dim, config.qk_rope_head_dim]
+    gates = candidate.operands["gate"].pieces if "gate" in candidate.operands else ()
+    for piece, width in (*zip(queries, widths, strict=True), *((g, 1) for g in gates)):
         shape = shape_of(piece.value)
         if piece.permutation is not None:
             found[piece.value] = Spread(1, tuple(range(heads)))
@@ -142,11 +142,13 @@ def _reduced(candidate: Candidate, heads: int) -> Candidate:
     def operand(name: str, item: Operand) -> Operand:
         if name not in ("q", "gate"):
             return item
-        pieces = tuple(
-            replace(p, reshape=None if p.reshape is None else (*p.reshape[:-1], p.reshape[-1] * heads // whole))
-            for p in item.pieces
-        )
-        return replace(item, pieces=pieces)
+
+        def fewer(dims: tuple[int, ...] | None) -> tuple[int, ...] | None:
+            """Heads lie on the third axis, alone or with their channels."""
+            return None if dims is None else (*dims[:2], dims[2] * heads // whole, *dims[3:])
+
+        pieces = tuple(replace(p, reshape=fewer(p.reshape)) for p in item.pieces)
+        return replace(item, pieces=pieces, reshape=fewer(item.reshape))
 
     def result(name: str, item: Result) -> Result:
         shape = item.reshape

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_ir as ir
 
-from ..candidate import Piece, Result
+from ..candidate import Operand, Piece, Result
 from ..graph import GraphView, is_op, static_dims
 from .block import Block
 from .flow import channels_of
@@ -36,18 +38,33 @@ def _batch(dim: int | ir.SymbolicDim) -> str | None:
     return None if dim == 1 else "batch"
 
 
-def query_piece(block: Block) -> Piece | None:
-    q, channels = block.q, block.heads * (block.nope + block.rope)
-    dims = static_dims(q)
+def query_operand(block: Block) -> Operand | None:
+    """Queries, each head nope | rope: one layer's, or one layer's for each of the two."""
+    if block.q_rope is None:
+        piece = _query_piece(block.q, block.heads, block.nope + block.rope)
+        return None if piece is None else Operand((piece,))
+    pieces = [_query_piece(q, block.heads, w) for q, w in ((block.q, block.nope), (block.q_rope, block.rope))]
+    if any(p is None for p in pieces):
+        return None
+    parts = tuple(
+        replace(p, reshape=(1, -1, block.heads, w) if len(p.axes) == 2 else (0, 0, block.heads, w))
+        for p, w in zip(pieces, (block.nope, block.rope), strict=True)
+        if p is not None
+    )
+    return Operand(parts, reshape=(0, 0, block.heads * (block.nope + block.rope)))
+
+
+def _query_piece(q: ir.Value, heads: int, width: int) -> Piece | None:
+    dims, channels = static_dims(q), heads * width
     if dims is None:
         return None
-    if len(dims) == 3:
+    if len(dims) == 3 and dims[2] in (None, channels):
         return Piece(q, axes=("batch", "tokens", None))
-    if len(dims) == 2:
+    if len(dims) == 2 and dims[1] in (None, channels):
         return Piece(q, reshape=(1, -1, channels), axes=("tokens", None))
-    if len(dims) == 4 and dims[2] == block.heads and dims[3] == block.nope + block.rope:
+    if len(dims) == 4 and dims[2] == heads and dims[3] == width:
         return Piece(q, reshape=(0, 0, channels), axes=("batch", "tokens", None, None))
-    if len(dims) == 4 and dims[1] == block.heads:
+    if len(dims) == 4 and dims[1] == heads and dims[3] in (None, width):
         return Piece(q, (0, 2, 1, 3), (0, 0, channels), axes=("batch", None, "tokens", None))
     return None
 

@@ -63,12 +63,16 @@ class MlaOp(FusedOp):
         fixed = self.sizes(candidate)
         choices = {"batch": (1, 2), "tokens": TOKENS, "past": PASTS}
 
+        if candidate.config.static_cache:
+            room = fixed.get("past")
+            choices["past"] = (40, 64, 33, 50)
+            if isinstance(room, int):  # no more tokens than the cache holds
+                choices["tokens"] = tuple(min(t, room) for t in TOKENS)
+
         def size(name: str, i: int) -> int:
             number = fixed.get(name, 1)
             return number if isinstance(number, int) else choices[name][i % len(choices[name])]
 
-        if candidate.config.static_cache:
-            choices["past"] = (40, 64, 33, 50)
         names = [n for n in ("batch", "tokens", "past") if n in fixed or n != "past"]
         frozen = all(isinstance(fixed.get(n, 1), int) for n in names)
         plan = [
@@ -86,6 +90,8 @@ class MlaOp(FusedOp):
         for tokens, past in (*PROBES, *((f, 3) for f in far), *((2, f) for f in far)):
             wanted = {"tokens": tokens, "past": past + (tokens if candidate.config.static_cache else 0)}
             changed = {n: wanted[n] for n in names if n in wanted and not isinstance(fixed.get(n, 1), int)}
+            if candidate.config.static_cache and "tokens" in changed:  # no more than the cache holds
+                changed["tokens"] = min(changed["tokens"], changed.get("past", base["past"]))
             if changed and {**base, **changed} not in probes:
                 probes.append({**base, **changed})
         if not isinstance(fixed.get("batch", 1), int):

@@ -13,7 +13,7 @@ from ..graph import GraphView, is_op, static_dims
 from ..region import Region, backward
 from .block import Block, places
 from .flow import channels_of
-from .layout import heads_piece, mask_piece, output_result, packed_value, query_piece, rows_piece, wide_piece
+from .layout import heads_piece, mask_piece, output_result, packed_value, query_operand, rows_piece, wide_piece
 from .masks import Mask, read_masks
 from .op import MLA
 from .symbolic import Symbolic
@@ -91,8 +91,10 @@ def _candidate(
         operands[operand] = Operand((piece,))
         return True
 
-    if not give("q", query_piece(block)):
+    queries = query_operand(block)
+    if queries is None:
         return None
+    operands["q"] = queries
     packed = packed_value(view, block)
     if packed is not None:
         if not give("latent", wide_piece(packed, block.rank + block.rope)):

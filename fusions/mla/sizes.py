@@ -26,7 +26,7 @@ def size_refusal(view: GraphView, candidate: Candidate, keys_only: bool) -> Refu
     """
     first: dict[str, tuple[str, ir.Value, int, Lin | None]] = {}
     for name, operand in candidate.operands.items():
-        for piece in operand.pieces:
+        for number, piece in enumerate(operand.pieces):
             for axis, label in enumerate(piece.axes):
                 if label is None or piece.value.shape is None or axis >= len(piece.value.shape):
                     continue
@@ -44,7 +44,9 @@ def size_refusal(view: GraphView, candidate: Candidate, keys_only: bool) -> Refu
                     if _differ(size, known):
                         return _refusal(name, label, size, known)
                 elif size is None or known is None:
-                    if name in ("latent", "k_rope") and not _same_origin(view, value, at, piece.value, axis):
+                    if (number or name in ("latent", "k_rope")) and not _same_origin(
+                        view, value, at, piece.value, axis
+                    ):
                         return _refusal(name, label, size, known)
                 elif size != known:
                     return _refusal(name, label, size, known)

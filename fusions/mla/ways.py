@@ -21,6 +21,7 @@ class Ways:
 
     Attributes:
         q, k, v: walks; ``parts``: for each part of the queries and keys the factor on the scores.
+        query: where queries begin; ``query_rope``: where their rotary part does, if that is another layer.
         weights, flips, order: kv_b's constants, transposed or not, and how they are laid out.
     """
 
@@ -39,6 +40,7 @@ class Ways:
     heads: int | None = None
     value: int | None = None
     compute: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
+    query_rope: ir.Value | None = None
 
 
 def _base(view: GraphView, leaf: ir.Value) -> ir.Value:
@@ -78,10 +80,12 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         return None if plain else Refusal("keys", f"keys are made of {len(others) + 1} parts")
     if not others and plain:
         return None  # plain attention whose keys and values share a layer
-    refused = _query_refusal(q_flow, k_flow, v_flow)
-    if refused is not None:
-        return refused
-    query, q_factor = next(iter(q_flow.leaves.items()))
+    queries = _queries(view, q_value, q_flow)
+    if queries is None:
+        return _query_refusal(q_flow, k_flow, v_flow)
+    query, q_factor = queries[0], q_flow.leaves[queries[0]]
+    if any(abs(q_flow.leaves[q] / q_factor - 1.0) > 1e-6 for q in queries):
+        return Refusal("scale", "parts of the queries are scaled differently")
     if abs(v_flow.leaves[v_linear[0]] - 1.0) > 1e-6:
         return Refusal("values", "values are scaled")
     k_factors = {round(s, 9) for s in k_flow.leaves.values()}
@@ -103,12 +107,31 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         q_factor * k_flow.leaves[own[0]],
         query,
         sum(w for w in widths if w is not None),
+        query_rope=queries[1] if len(queries) > 1 else None,
     )
 
 
-def _query_refusal(q_flow: Flow, k_flow: Flow, v_flow: Flow) -> Refusal | None:
-    if len(q_flow.leaves) == 1:
+def _queries(view: GraphView, value: ir.Value, flow: Flow) -> list[ir.Value] | None:
+    """Where queries begin: one leaf, or one for the part that is not rotated and one for the part that is."""
+    if len(flow.leaves) == 1:
+        return list(flow.leaves)
+    producer = value.producer()
+    while producer is not None and is_op(producer, "Cast", "Identity", "Transpose", "Reshape", "Mul", "Div"):
+        data = [v for v in producer.inputs if v is not None and not view.is_const(v)]
+        if len(data) != 1:
+            return None
+        producer = data[0].producer()
+    if len(flow.leaves) != 2 or not is_op(producer, "Concat") or producer is None or len(producer.inputs) != 2:
         return None
+    parts = [walk(view, part) for part in producer.inputs if part is not None]
+    if len(parts) != 2 or any(len(p.leaves) != 1 or p.lost is not None for p in parts):
+        return None
+    turned = [bool(p.factors) for p in parts]
+    first, second = reversed(parts) if turned == [True, False] else parts
+    return [next(iter(first.leaves)), next(iter(second.leaves))]
+
+
+def _query_refusal(q_flow: Flow, k_flow: Flow, v_flow: Flow) -> Refusal:
     lost = next((f.lost for f in (q_flow, k_flow, v_flow) if f.lost is not None), None)
     if lost is not None:
         return Refusal("flow", f"{lost.op_type} between the projections and the attention")
@@ -151,10 +174,9 @@ def absorbed_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
     if len(k_flow.leaves) != 1:
         return unclear
     query = next(iter(inside.leaves))
-    if next(iter(outside.leaves)) is not query:
-        return Refusal("queries", "queries are made of 2 parts")
+    rotary = next(iter(outside.leaves))
     k_rope, k_factor = next(iter(k_flow.leaves.items()))
-    if abs(inside.leaves[query] / (outside.leaves[query] * k_factor) - 1.0) > 1e-6:
+    if abs(inside.leaves[query] / (outside.leaves[rotary] * k_factor) - 1.0) > 1e-6:
         return Refusal("scale", "parts of the scores are scaled differently")
     flow = Flow(dict(outside.leaves), {**inside.factors, **outside.factors})
     flow.nodes = {**inside.nodes, **outside.nodes}
@@ -182,6 +204,7 @@ def absorbed_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         heads,
         width,
         compute,
+        None if rotary is query else rotary,
     )
 
 

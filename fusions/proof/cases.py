@@ -45,11 +45,21 @@ def raw_feeds(
 def _parts(operand: Operand, array: np.ndarray, shape: Shapes) -> list[np.ndarray]:
     if len(operand.pieces) == 1:
         return [array]
-    sizes = [shape(p.value)[operand.axis] for p in operand.pieces]
+    layouts = [p.reshape for p in operand.pieces]
+    if operand.reshape is not None and (dims := layouts[0]) is not None:
+        array = array.reshape([array.shape[i] if d in (0, -1) else d for i, d in enumerate(dims[:-1])] + [-1])
+    sizes = [
+        shape(p.value)[operand.axis] if dims is None or operand.reshape is None else dims[operand.axis]
+        for p, dims in zip(operand.pieces, layouts, strict=True)
+    ]
     return np.split(array, np.cumsum(sizes)[:-1], axis=operand.axis)
 
 
 def _undo(piece: Piece, array: np.ndarray, shape: Shapes) -> np.ndarray:
+    if piece.each_row_of is not None:
+        if not np.array_equal(array, np.broadcast_to(array[:1], array.shape)):
+            raise ValueError("rows that differ where the graph has one for all")
+        array = array[:1]
     if piece.reshape is None and piece.permutation is None:
         return array
     if piece.reshape is not None:

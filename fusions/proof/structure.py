@@ -53,7 +53,8 @@ def structure_hash(view: GraphView, candidate: Candidate, extract: Extract) -> s
             digest.update(np.ascontiguousarray(tensor.numpy()).tobytes())
     add("outputs", [number(v) for v in extract.outputs], candidate.op.key, candidate.config, candidate.one_token)
     for name, operand in candidate.operands.items():
-        add(name, operand.axis, [(number(p.value), p.permutation, p.reshape, p.axes) for p in operand.pieces])
+        add(name, operand.axis, operand.reshape)
+        add([(number(p.value), p.permutation, p.reshape, p.axes, p.each_row_of is None) for p in operand.pieces])
     for name, parameter in candidate.parameters.items():
         add(name, [number(s) for s in parameter.sources], parameter.form)
     for name, result in candidate.results.items():

@@ -17,7 +17,7 @@ from .torch_side import Logits, StepWithStates, export, fill, ids
 
 TOKENS = Dim("S", min=2, max=60)
 PAST = Dim("past", min=1, max=60)
-BEFORE, CAPACITY = 7, 64
+BEFORE, CAPACITY, ROOM = 7, 64, 128
 
 
 def prompt(name: str, family: str, opset: int = 20, **changes: Any) -> None:
@@ -73,6 +73,7 @@ def hand(
     kind: torch.dtype | None = None,
     fused: int = 1,
     truth: bool = True,
+    batch: int = 1,
     **choice: Any,
 ) -> None:
     """A layer written by hand; see :class:`HandMla`."""
@@ -100,9 +101,12 @@ def hand(
             slots = torch.arange(tokens) + past
             rest = [slots, draw(1, 3, CAPACITY, 12), draw(1, 3, CAPACITY, 6)]
             spec, keys = [None if decode else {0: TOKENS}, None, None], CAPACITY
+        elif cache == "start":
+            rest = [torch.tensor([past]), draw(batch, 3, ROOM, 12), draw(batch, 3, ROOM, 6)]
+            spec, keys = [None, *[{0: Dim("B", min=2, max=8)} if batch > 1 else {}] * 2], ROOM
         if cache in ("latent", "packed", "expanded"):
             keys += past
-        grown = {3: PAST + 1} if cache not in ("none", "static") else None
+        grown = {3: PAST + 1} if cache not in ("none", "static", "start") else None
         if mask == "given":
             rest.append(draw(1, 1, tokens, keys))
             spec.append(grown if decode else {2: TOKENS, 3: TOKENS})
@@ -115,16 +119,18 @@ def hand(
             padding[:, keys - keys // 3 :] = False
             rest.append(padding)
             spec.append({1: TOKENS})
-        plain = [draw(1, tokens, 24), torch.arange(tokens)[None] + start, *rest]
+        plain = [draw(batch, tokens, 24), torch.arange(tokens)[None] + start, *rest]
         if kind is not None:
             plain = [t.to(kind) if t.is_floating_point() else t for t in plain]
         dynamic: list[Any] = [None if decode else {1: TOKENS}] * 2
+        if batch > 1:
+            dynamic[0] = {0: Dim("B", min=2, max=8), **(dynamic[0] or {})}
         return tuple(plain), [*dynamic, tuple(spec)] if spec else dynamic
 
     args, dynamic = inputs(count, BEFORE)
     if kind is not None:
         model = model.to(kind)
-    truth_past = BEFORE if cache == "static" else 12
+    truth_past = BEFORE if cache in ("static", "start") else 12
     pairs = [(count, BEFORE), (1 if decode else 9, truth_past)]
     export(
         model,
@@ -133,7 +139,7 @@ def hand(
         dynamic=tuple(dynamic),
         opset=opset,
         truth=None if kind is not None or not truth else lambda: {f"T{t}p{p}": inputs(t, p)[0] for t, p in pairs},
-        bindings=[{"S": 4, "past": 3}, {"S": 11, "past": 17}],
+        bindings=[{"S": 4, "past": 3, "B": 2}, {"S": 11, "past": 17, "B": 3}],
         made="latent attention by hand: " + ", ".join(f"{k} {v}" for k, v in choice.items()) + f"; opset {opset}",
         tolerance=1e-4 if kind is None else 1e-2,
         kda=0,
@@ -197,6 +203,10 @@ HAND: dict[str, dict[str, Any]] = {
     "bool_op23": dict(mask="bool", attention="sdpa", gate="float32", opset=23),
     "parts": dict(weights="parts"),
     "two": dict(weights="two", rope="true"),
+    "queries": dict(queries="two", rope="hub", gate="float32"),
+    "queries_nope": dict(queries="two", rope="none", attention="float32", cache="latent", decode=True),
+    "queries_absorbed": dict(queries="two", weights="absorbed", cache="latent", decode=True),
+    "queries_f16": dict(queries="two", attention="sdpa", kind=torch.float16),
     "nonorm": dict(norm=False, cache="latent", decode=True),
     "absorbed": dict(weights="absorbed", cache="latent", decode=True),
     "absorbed_prefill": dict(weights="absorbed", rope="hub"),
@@ -209,6 +219,9 @@ HAND: dict[str, dict[str, Any]] = {
     "static": dict(cache="static", decode=True),
     "static_op24": dict(cache="static", attention="sdpa", opset=24, decode=True, truth=False),
     "static_piece": dict(cache="static", fused=0, truth=False),
+    "start": dict(cache="start", gate="plain"),
+    "start_batch": dict(cache="start", rope="hub", batch=2),
+    "start_window_decode": dict(cache="start", mask="window", decode=True, batch=2),
     "latent_f16": dict(cache="latent", gate="float32", kind=torch.float16, decode=True),
     "hub_f16": dict(rope="hub", gate="float32", kind=torch.float16),
 }

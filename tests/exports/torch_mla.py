@@ -59,10 +59,12 @@ class HandMla(torch.nn.Module):
 
     Args:
         rope: "half", "hub" (pairs brought apart, then halves), "true" (pairs in place), "none".
-        cache: "none", "latent", "expanded", "packed" (latent and rotary key in one tensor), "static".
+        cache: "none", "latent", "expanded", "packed" (latent and rotary key in one tensor), "static" (at given places),
+            "start" (static, at places from one start on).
         attention: "eager", "sdpa", "causal" (sdpa's own), "float32" (softmax in float32, scaled queries).
         mask: "none", "given", "bool", "made", "window", "padding".
         gate: "none", "float32", "plain".
+        queries: "one" layer, "two" (one for the rotary part).
         weights: "heads", "parts" (all keys, then all values), "two" (a layer each), "absorbed".
     """
 
@@ -76,14 +78,18 @@ class HandMla(torch.nn.Module):
         weights: str = "heads",
         norm: bool = True,
         bias: bool = False,
-        table: bool = True,
+        queries: str = "one",
     ) -> None:
         super().__init__()
         self.h, self.n, self.r, self.v, self.c, width = 3, 8, 4, 6, 16, 24
         self.rope, self.cache, self.attention, self.mask, self.gate = rope, cache, attention, mask, gate
-        self.weights, self.table = weights, table
+        self.weights, self.queries = weights, queries
         linear = torch.nn.Linear
-        self.q_proj = linear(width, self.h * (self.n + self.r), bias=False)
+        if queries == "two":
+            self.q_nope_proj = linear(width, self.h * self.n, bias=False)
+            self.q_rope_proj = linear(width, self.h * self.r, bias=False)
+        else:
+            self.q_proj = linear(width, self.h * (self.n + self.r), bias=False)
         self.kv_a_proj = linear(width, self.c + self.r, bias=bias)
         self.kv_norm = torch.nn.RMSNorm(self.c, eps=1e-6) if norm else torch.nn.Identity()
         if weights == "two":
@@ -113,8 +119,12 @@ class HandMla(torch.nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
         b, s, _ = x.shape
         given = list(rest)
-        q = self.q_proj(x).view(b, s, self.h, self.n + self.r).transpose(1, 2)
-        q_nope, q_rope = q.split([self.n, self.r], -1)
+        if self.queries == "two":
+            q_nope = self.q_nope_proj(x).view(b, s, self.h, self.n).transpose(1, 2)
+            q_rope = self.q_rope_proj(x).view(b, s, self.h, self.r).transpose(1, 2)
+        else:
+            q = self.q_proj(x).view(b, s, self.h, self.n + self.r).transpose(1, 2)
+            q_nope, q_rope = q.split([self.n, self.r], -1)
         latent, k_rope = self.kv_a_proj(x).split([self.c, self.r], -1)
         latent = self.kv_norm(latent)
         k_rope = k_rope.view(b, 1, s, self.r)
@@ -143,8 +153,10 @@ class HandMla(torch.nn.Module):
                 key = torch.cat([given.pop(0), key], 2)
                 value = torch.cat([given.pop(0), value], 2)
                 presents = [key, value]
-            elif self.cache == "static":
+            elif self.cache in ("static", "start"):
                 slots = given.pop(0)
+                if self.cache == "start":
+                    slots = slots + torch.arange(s)
                 key = given.pop(0).index_copy(2, slots, key)
                 value = given.pop(0).index_copy(2, slots, value)
                 presents = [key, value]

@@ -18,7 +18,7 @@ from deltafuse.fusions.result import ProofReport
 from exports import library
 
 from .editor import Editor
-from .mla_mutants import MUTANTS
+from .mla_form_mutants import MUTANTS
 
 #: Sizes of the inputs: tiny ones show where an epsilon stands, large ones what saturates.
 SCALES = (1e-3, 1.0, 10.0, 60.0)
@@ -153,7 +153,15 @@ WRONG: dict[str, Wrong] = {
 }
 #: Of one token, no cache and no window no claim about causality is wrong; the scores of a right layer do not tell pairs
 #: in place from pairs brought apart, and only a cache of keys does.
-CANDIDATES = (*BASES, "mla_true_rope", "mla_window", "mla_packed", "mla_static", "bailing_batch2_decode")
+CANDIDATES = (
+    *BASES,
+    "mla_true_rope",
+    "mla_window",
+    "mla_packed",
+    "mla_static",
+    "mla_start_batch",
+    "bailing_batch2_decode",
+)
 
 
 @cache

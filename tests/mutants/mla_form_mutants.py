@@ -1,0 +1,80 @@
+"""More wrong latent attention: caches of one size, queries of two layers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .editor import Editor
+from .mla_mutants import MUTANTS, mutant
+
+__all__ = ["MUTANTS"]
+
+START = "mla_start"  # any number of tokens written into a cache of one size, from a given place on
+QUERIES = "mla_queries"  # a layer each for the queries' two parts, gate
+
+
+# ---- static caches, places from one start on
+
+
+@mutant(START)
+def places_one_on(e: Editor) -> None:
+    e.read("node_Unsqueeze_109", 0, e.make("Add", "add_133", e.const(1, np.int64)))
+
+
+@mutant(START)
+def keys_one_place_on(e: Editor) -> None:
+    e.read("node_ScatterND_114", 1, e.make("Add", "val_109", e.const(1, np.int64)))
+
+
+@mutant(START)
+def places_falling(e: Editor) -> None:
+    e.read("node_Unsqueeze_109", 0, e.make("Sub", "rest_0", "arange"))
+
+
+@mutant(START)
+def places_from_the_end(e: Editor) -> None:
+    e.read("node_Unsqueeze_109", 0, e.make("Sub", "add_133", e.const(128, np.int64)))
+    e.read("node_unsqueeze_2", 0, e.make("Sub", "add_133", e.const(1, np.int64)))
+
+
+@mutant(START)
+def mask_of_static_cache_from_zero(e: Editor) -> None:
+    e.read("node_unsqueeze_2", 0, "arange")
+
+
+@mutant(START)
+def mask_of_static_cache_one_ahead(e: Editor) -> None:
+    e.read("node_unsqueeze_2", 0, e.make("Add", "add_133", e.const(1, np.int64)))
+
+
+@mutant(START)
+def new_keys_of_other_heads(e: Editor) -> None:
+    e.after("val_112", "Gather", e.const([1, 2, 0], np.int64), axis=2)
+
+
+@mutant(START)
+def static_cache_doubled(e: Editor) -> None:
+    e.read("node_Transpose_123", 0, e.make("Mul", "rest_2", e.const(2.0)))
+
+
+# ---- queries of two layers
+
+
+@mutant(QUERIES)
+def rotary_queries_scaled(e: Editor) -> None:
+    e.after(e.node("node_cat_3").input[1], "Mul", e.const(0.5))
+
+
+@mutant(QUERIES)
+def rotary_queries_of_other_heads(e: Editor) -> None:
+    e.after(e.node("node_cat_3").input[1], "Gather", e.const([2, 0, 1], np.int64), axis=1)
+
+
+@mutant(QUERIES)
+def rotary_queries_not_rotated(e: Editor) -> None:
+    e.read("node_cat_3", 1, "transpose_1")
+
+
+@mutant(QUERIES)
+def queries_rectified(e: Editor) -> None:
+    e.after(e.node("node_cat_3").input[0], "Relu")
