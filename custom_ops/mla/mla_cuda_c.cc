@@ -4,6 +4,7 @@
 
 #include "mla.h"
 #include "mla_launch.h"
+#include "mla_plan_cuda.h"
 
 using deltafuse::mla::CudaLayer;
 using deltafuse::mla::Params;
@@ -30,6 +31,9 @@ size_t deltafuse_mla_cuda_workspace_bytes(const CudaLayer* layer, const Params* 
 const char* deltafuse_mla_cuda_forward(CudaLayer* layer, const Params* params, void* workspace, void* stream) {
   return deltafuse::mla::cuda_forward(layer, *params, workspace, stream);
 }
+
+// For tests: prompts with a mask by the prompt kernel, or not (mla_plan_cuda.h). Not while a call is under way.
+void deltafuse_mla_cuda_masked_prompts(int on) { deltafuse::mla::host::masked_prompts = on != 0; }
 
 // The attention alone, once more (mla_launch.h).
 const char* deltafuse_mla_cuda_core(CudaLayer* layer, const Params* params, void* workspace, void* stream) {

@@ -353,6 +353,16 @@ void BindOutputs(const std::array<void*, MlaOutput::kCount>& data, mla::Params* 
   p->present_value = data[Out::kPresentValue];
 }
 
+void BindStandIns(const MlaOperands& operands, mla::Params* p) {
+  alignas(256) static char in[256], out[256];  // two: a present is not its past's buffer
+  std::array<const void*, In::kCount> inputs{};
+  for (size_t i = 0; i < In::kCount; ++i) inputs[i] = operands.inputs[i].present ? in : nullptr;
+  BindInputs(inputs, p);
+  std::array<void*, Out::kCount> outputs{};
+  for (size_t i = 0; i < Out::kCount; ++i) outputs[i] = operands.outputs[i].present ? out : nullptr;
+  BindOutputs(outputs, p);
+}
+
 std::array<Shape, MlaOutput::kCount> OutputShapes(const mla::Params& p) {
   const int64_t rank = p.kv_lora_rank, rope = p.qk_rope_head_dim, heads = p.num_heads;
   const bool paged = p.block_size > 0;

@@ -76,6 +76,9 @@ std::string BindGeometry(const MlaAttributes& attributes, const MlaOperands& ope
 // The pointers of the inputs, and those strides that depend on them.
 void BindInputs(const std::array<const void*, MlaInput::kCount>& data, mla::Params* params);
 void BindOutputs(const std::array<void*, MlaOutput::kCount>& data, mla::Params* params);
+// Both, before there are data: which operands there are decides how large the workspace is. Nothing may be read from or
+// written to them.
+void BindStandIns(const MlaOperands& operands, mla::Params* params);
 
 // Shapes and types of the outputs for a bound call.
 std::array<Shape, MlaOutput::kCount> OutputShapes(const mla::Params& params);

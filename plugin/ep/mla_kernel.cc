@@ -67,11 +67,7 @@ class MlaKernel final : public OrtKernelImpl {
       if (operand.present && !operand.Known()) return nullptr;
     // What is wrong with the node by now, its run reports.
     if (!reason.empty()) return nullptr;
-    // Which operands there are decides as well. Nobody reads them yet.
-    alignas(256) static const char kStandIn[256] = {};
-    std::array<const void*, In::kCount> data{};
-    for (size_t i = 0; i < In::kCount; ++i) data[i] = operands_.inputs[i].present ? kStandIn : nullptr;
-    BindInputs(data, &params);
+    BindStandIns(operands_, &params);
     if (device_.cuda) return session_->workspace().Grow(info, mla::cuda_workspace_bytes(layer_, params));
     return mla::cpu_refusal(params) ? nullptr : WarmArena(api_, info, mla::cpu_workspace_bytes(params));
   }

@@ -217,6 +217,9 @@ class Kernels:
         self._workspace.restype, self._workspace.argtypes = ctypes.c_size_t, [_PTR, _PTR]
         self._forward = lib.deltafuse_mla_cuda_forward
         self._forward.restype, self._forward.argtypes = ctypes.c_char_p, [_PTR, _PTR, _PTR, _PTR]
+        switch = lib.deltafuse_mla_cuda_masked_prompts
+        switch.restype, switch.argtypes = None, [ctypes.c_int]
+        switch(os.environ.get("DELTAFUSE_MLA_MASKED_PROMPTS") == "1")  # what it is for: mla_plan_cuda.h
         self._core = lib.deltafuse_mla_cuda_core
         self._core.restype, self._core.argtypes = ctypes.c_char_p, [_PTR, _PTR, _PTR, _PTR]
 
