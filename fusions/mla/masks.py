@@ -78,6 +78,9 @@ def read_masks(
         pass
     if not terms:
         return found
+    mixed = _mixed(view, symbolic, terms, causal, offset, tokens)
+    if mixed is not None and not found:
+        found.append(mixed)
     if len(terms) == 1:
         term = terms[0]
         kept = as_truths(view, term)
@@ -88,6 +91,64 @@ def read_masks(
             is_bool = term.value.dtype == ir.DataType.BOOL
             found.append(Mask(int(causal), 0, term.value, False, is_bool, set(), ["the mask stays an operand"]))
     return found
+
+
+def _mixed(
+    view: GraphView, symbolic: Symbolic, terms: list[MaskTerm], causal: bool, offset: Lin, tokens: Lin
+) -> Mask | None:
+    """Masks of several parts, all but one in closed form: that one, padding as a rule, stays a small operand."""
+    parts: list[MaskTerm] = []
+    nodes: set[ir.Node] = set()
+    for term in terms:
+        parts += _parts(view, term, nodes)
+    if len(parts) < 2:
+        return None
+    known: list[MaskTerm] = []
+    rest: list[MaskTerm] = []
+    for part in parts:
+        try:
+            closed = _closed(view, symbolic, [part], True, offset, tokens)  # causal: a window alone is none
+        except _NoClosedForm:
+            closed = None
+        (rest if closed is None or closed.operand is not None else known).append(part)
+    if len(rest) != 1 or not known:
+        return None
+    try:
+        made = _closed(view, symbolic, known, causal, offset, tokens)
+    except _NoClosedForm:
+        return None
+    operand = rest[0]
+    made.operand, made.is_bool = operand.value, operand.value.dtype == ir.DataType.BOOL
+    if operand.kind == "keep" and not made.is_bool:
+        return None
+    made.nodes |= nodes
+    made.notes = ["a part of the mask stays an operand"]
+    return made
+
+
+def _parts(view: GraphView, term: MaskTerm, nodes: set[ir.Node]) -> list[MaskTerm]:
+    """Masks that a mask is put together from: sums, and truths that must all hold."""
+    producer = term.value.producer()
+    if producer is None or view.is_const(term.value):
+        return [term]
+    if is_op(producer, "Expand", "Identity") and (source := producer.inputs[0]) is not None:
+        if len(source.shape or ()) == len(term.value.shape or ()):
+            parts = _parts(view, MaskTerm(term.kind, source), found := set())
+            if len(parts) > 1:
+                nodes |= {producer, *found}
+                return parts
+        return [term]
+    pair = [v for v in producer.inputs if v is not None]
+    if is_op(producer, "Add" if term.kind == "add" else "And") and len(pair) == 2:
+        nodes.add(producer)
+        return [p for v in pair for p in _parts(view, MaskTerm(term.kind, v), nodes)]
+    truths = as_truths(view, term)
+    if truths is not None:
+        parts = _parts(view, MaskTerm("keep", truths[0]), found := set())
+        if len(parts) > 1:
+            nodes |= truths[1] | found
+            return parts
+    return [term]
 
 
 def as_truths(view: GraphView, term: MaskTerm) -> tuple[ir.Value, set[ir.Node]] | None:

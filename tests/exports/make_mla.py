@@ -114,6 +114,11 @@ def hand(
             seen = torch.rand(1, 1, tokens, keys, generator=seed) > 0.3
             rest.append(seen | torch.eye(tokens, keys, dtype=torch.bool))
             spec.append(grown if decode else {2: TOKENS, 3: TOKENS})
+        elif mask in ("both", "sum"):
+            seen = torch.rand(batch, 1, 1, keys, generator=seed) > 0.3
+            seen[..., 0] = True
+            rest.append(seen if mask == "both" else torch.where(seen, 0.0, float("-inf")))
+            spec.append({**({0: Dim("B", min=2, max=8)} if batch > 1 else {}), **(grown or {3: TOKENS})})
         elif mask == "padding":
             padding = torch.ones(1, keys, dtype=torch.bool)
             padding[:, keys - keys // 3 :] = False
@@ -201,6 +206,9 @@ HAND: dict[str, dict[str, Any]] = {
     "given": dict(mask="given", gate="plain"),
     "bool": dict(mask="bool", attention="sdpa", gate="float32"),
     "bool_op23": dict(mask="bool", attention="sdpa", gate="float32", opset=23),
+    "both": dict(mask="both", attention="sdpa", rope="hub", batch=2),
+    "both_op23": dict(mask="both", attention="sdpa", rope="hub", batch=2, opset=23),
+    "sum": dict(mask="sum", batch=2),
     "parts": dict(weights="parts"),
     "two": dict(weights="two", rope="true"),
     "queries": dict(queries="two", rope="hub", gate="float32"),

@@ -62,7 +62,8 @@ class HandMla(torch.nn.Module):
         cache: "none", "latent", "expanded", "packed" (latent and rotary key in one tensor), "static" (at given places),
             "start" (static, at places from one start on).
         attention: "eager", "sdpa", "causal" (sdpa's own), "float32" (softmax in float32, scaled queries).
-        mask: "none", "given", "bool", "made", "window", "padding".
+        mask: "none", "given", "bool", "made", "window", "padding" (truths for each key), "both" (truths [B, 1, 1, keys]
+            and causal), "sum" (added [B, 1, 1, keys] and causal).
         gate: "none", "float32", "plain".
         queries: "one" layer, "two" (one for the rotary part).
         weights: "heads", "parts" (all keys, then all values), "two" (a layer each), "absorbed".
@@ -195,6 +196,10 @@ class HandMla(torch.nn.Module):
         seen = seen[None, None]
         if self.mask == "padding":
             seen = seen & given.pop(0)[:, None, None, :].bool()
+        if self.mask == "both":
+            seen = seen & given.pop(0)
+        if self.mask == "sum":
+            return torch.where(seen, 0.0, float("-inf")) + given.pop(0)
         if self.attention in ("sdpa", "causal"):
             return seen
         return torch.where(seen, 0.0, torch.finfo(torch.float32).min)

@@ -93,6 +93,11 @@ def test_masks_are_read_in_closed_form() -> None:
         assert configuration(name)["causal"] == 1 and not configuration(name)["has_mask"], name
     for name in ("mla_window", "mla_window_decode"):
         assert configuration(name)["window"] == 5 and not configuration(name)["has_mask"], name
+    for name in ("mla_both_op23", "mla_sum"):  # the causal part is; that of keys is an operand as small as it was
+        assert configuration(name)["causal"] == 1 and configuration(name)["has_mask"], name
+        _, _, after = kit.fused(name)
+        node = next(n for n in after.graph.node if n.op_type == "LatentAttention")
+        assert "rest_0" in node.input, name
     for name in ("mla_given", "mla_bool", "mla_deepseek_v32_prefill"):
         assert configuration(name)["has_mask"], name
 

@@ -10,6 +10,8 @@ from .mla_mutants import MUTANTS, mutant
 __all__ = ["MUTANTS"]
 
 START = "mla_start"  # any number of tokens written into a cache of one size, from a given place on
+BOTH = "mla_both_op23"  # causal and truths of keys, in an Attention node
+SUM = "mla_sum"  # causal mask and one of keys, added
 QUERIES = "mla_queries"  # a layer each for the queries' two parts, gate
 
 
@@ -78,3 +80,37 @@ def rotary_queries_not_rotated(e: Editor) -> None:
 @mutant(QUERIES)
 def queries_rectified(e: Editor) -> None:
     e.after(e.node("node_cat_3").input[0], "Relu")
+
+
+# ---- masks of two parts
+
+
+@mutant(BOTH)
+def one_of_two_masks_is_enough(e: Editor) -> None:
+    e.op(next(n.name for n in e.graph.node if n.op_type == "And"), "Or")
+
+
+@mutant(BOTH)
+def masks_that_differ(e: Editor) -> None:
+    e.op(next(n.name for n in e.graph.node if n.op_type == "And"), "Xor")
+
+
+@mutant(BOTH)
+def keys_of_the_other_kind(e: Editor) -> None:
+    first = e.const([True, *[False] * 56], np.bool_)
+    e.after("rest_0", "Xor", e.make("Not", first))
+
+
+@mutant(SUM)
+def mask_of_keys_for_queries(e: Editor) -> None:
+    e.after("rest_0", "Transpose", perm=[0, 1, 3, 2])
+
+
+@mutant(SUM)
+def mask_of_keys_scaled_by_position(e: Editor) -> None:
+    e.after("rest_0", "Mul", e.make("Cast", "unsqueeze_2", to=1))
+
+
+@mutant(SUM)
+def masks_subtracted(e: Editor) -> None:
+    e.op("node_add_217", "Sub")

@@ -33,7 +33,7 @@ def inputs(base: str, scale: float) -> library.Arrays:
     feeds = export.feeds(binding, seed=5)
     for array in feeds.values():
         if array.dtype == np.bool_:
-            array[:, array.shape[1] - 5 :] = False
+            array[..., -5:] = False
     return {n: a * np.float32(scale) if n == "x" else a for n, a in feeds.items()}
 
 
