@@ -93,6 +93,9 @@ def fuse_model(
     work = model.clone()
     outside = plugins.load()
     report.warnings += outside.problems
+    if dry_run and (quantize or latent_cache):
+        asked = " and ".join(name for name, given in (("quantize", quantize), ("latent_cache", latent_cache)) if given)
+        report.warnings.append(f"{asked}: not tried, since a dry run changes nothing")
     fusers = [
         fuser(verify=verify, apply=not dry_run, budget=proof_budget, progress=progress)
         for fuser in (*FUSERS, *outside.fusers)

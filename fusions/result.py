@@ -116,6 +116,7 @@ class FusionReport:
     repairs: list[str] = field(default_factory=list)
     quantization: QuantizationReport | None = None  # None: not asked for
     warnings: list[str] = field(default_factory=list)
+    already_fused: dict[str, int] = field(default_factory=dict)  # by op: fused nodes that the source came with
     # filled in by deltafuse.fuse, which knows where the model came from and went to
     input_kind: str = "ir"  # "path" | "proto" | "ir" | "graphsurgeon"
     ir_version: int = 0  # the source's

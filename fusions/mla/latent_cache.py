@@ -63,6 +63,8 @@ class LatentCache(Pass):
             report.matched += 1
         report.changed = report.matched > 0
         report.notes += [str(c) for c in self.changed]
+        if not report.matched and not report.refused:
+            report.notes.append("no fused latent attention has a cache of keys and values")
         if report.changed:
             common.RemoveUnusedFunctionsPass()(model)
             model.graph.sort()

@@ -13,10 +13,16 @@ from ...custom_ops.common.scheme import Scheme
 from ..passes import Pass, Progress
 from ..result import PassReport, QuantizationReport
 from ..rewrite import remove_unused
-from .dense import needed_opset, quantize_dense
+from .dense import MIN_ELEMENTS, needed_opset, quantize_dense
 from .experts import quantize_experts
 from .initializers import Sources, names_of, weight_bytes
 from .opset import raise_opset
+
+#: What a group's weights are, for a report in which there are none.
+_NEEDS = {
+    "experts": "no fused GroupedQMoE node has weights of 16 or 32 bits",
+    "dense": f"no MatMul or Gemm has a constant weight of {MIN_ELEMENTS:,} elements or more",
+}
 
 
 class RaiseOpset(Pass):
@@ -88,7 +94,7 @@ class Quantize(Pass):
         common.RemoveUnusedFunctionsPass()(model)
         for group in self.schemes:
             if not any(tensor.group == group for tensor in result.tensors):
-                report.notes.append(f"{group}: there was nothing to quantize")
+                report.notes.append(f"{group}: there was nothing to quantize: {_NEEDS[group]}")
         result.notes = list(report.notes)
         result.bytes_after = weight_bytes(model)
         report.matched, report.changed = len(result.tensors), bool(result.tensors)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from . import __version__, model_io, model_save, report_html
-from .clashes import check_clashes
+from .clashes import check_clashes, check_not_read
 from .errors import OptionError, OrtError, RequirementError
 from .fusions import plugins
 from .fusions.result import FusionReport, PassReport
+from .record import already_fused, record_metadata
 from .registry import runtimes, targets
 from .registry.ops import OPS
 
@@ -83,6 +84,7 @@ def fuse(
     chosen = check_fusions(fusions)
     _check_options(target, require, output, report, base_dir, dry_run)
     budget = _budget(proof_memory, proof_seconds)
+    times = list(times)
     measured = _measured(times, report)
     options: dict[str, Any] = {} if chosen is None else {"fusions": chosen}
     options |= _quantize_options(quantize, calibration)
@@ -94,6 +96,9 @@ def fuse(
             model_save.check_target(Path(file))
     source = Path(model) if isinstance(model, (str, os.PathLike)) else None
     check_clashes(source, frozenset(), _path(output), _path(report))
+    read = [*times, *([calibration] if calibration is not None else [])]
+    check_not_read(_path(output), read, "the model")
+    check_not_read(_path(report), read, "the report")
     pipeline = _pipeline()
 
     def run(loaded: ir.Model) -> FusionReport:
@@ -139,6 +144,7 @@ def _fuse(
     done.input_kind = loaded.kind
     done.ir_version, done.opsets = loaded.model.ir_version, dict(loaded.model.opset_imports)
     done.source = str(loaded.path) if loaded.path is not None else loaded.model.graph.name or ""
+    done.already_fused = already_fused(loaded.model)
     done.warnings[:0] = loaded.warnings
     done.passes.insert(0, PassReport("load", seconds=load_seconds))
     missing = missing_from(done, require)
@@ -196,21 +202,6 @@ def missing_from(report: FusionReport, require: Mapping[str, int]) -> dict[str, 
     return {op: (wanted, got) for op, (wanted, got) in counts.items() if got < wanted}
 
 
-def record_metadata(report: FusionReport) -> None:
-    """Say in the new model's ``metadata_props`` what deltafuse did to it."""
-    assert report.model is not None
-    counts = {op: report.count(op) for op in OPS}
-    verified = "true" if report.verify else "false: --no-verify"
-    report.model.metadata_props.update(
-        {
-            "deltafuse.version": report.deltafuse_version,
-            "deltafuse.target": report.target,
-            "deltafuse.verified": verified if any(counts.values()) else "nothing fused",
-            "deltafuse.fused": ", ".join(f"{op}={count}" for op, count in counts.items()),
-        }
-    )
-
-
 def require_ort(purpose: str) -> str:
     """The version of the onnxruntime that is installed.
 
@@ -238,14 +229,14 @@ def parse_bytes(value: int | str) -> int:
         OptionError: not a positive size.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise OptionError(f"memory {value!r}: expected a number of bytes, or a size such as 4GiB")
+        raise OptionError(f"proof memory {value!r}: expected a number of bytes, or a size such as 4GiB")
     if isinstance(value, str):
         parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB|B)?|B)?\s*", value, re.IGNORECASE)
         if parts is None:
-            raise OptionError(f"memory {value!r}: expected a size such as 4GiB or 512MiB")
+            raise OptionError(f"proof memory {value!r}: expected a size such as 4GiB or 512MiB")
         value = int(float(parts[1]) * 1024 ** (" KMGT".index(parts[2].upper()) if parts[2] else 0))
     if value <= 0:
-        raise OptionError(f"memory {value}: expected more than 0 bytes")
+        raise OptionError(f"proof memory {value}: expected more than 0 bytes")
     return value
 
 

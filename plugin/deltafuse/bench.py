@@ -188,9 +188,10 @@ def _ways(
         done = fuse(path, made, target=target, verify=verify, progress=progress)
         counts = {op: done.count(op) for op in {region.op for region in done.regions}}
         report.fused = {op: max(count, report.fused.get(op, 0)) for op, count in counts.items()} or report.fused
+        name = "fused" if TARGETS[target].kernels_need_plugin else target
         if TARGETS[target].kernels_need_plugin:
-            ways.append((Variant(f"{target}, plugin", target, True, failed=why_no_plugin), made))
-        ways.append((Variant(f"{target}, no plugin", target, False), made))
+            ways.append((Variant(f"{name}, plugin", target, True, failed=why_no_plugin), made))
+        ways.append((Variant(f"{name}, no plugin", target, False), made))
     return ways
 
 

@@ -38,7 +38,7 @@ from .errors import DeltaFuseError, OptionError, OutputError
 from .fallback import FOLDER_ENTRY
 from .model_runs import sequence
 from .model_save import check_target
-from .sample_inputs import SampleInputs
+from .sample_inputs import SampleInputs, open_npz
 from .signature import KEEPS_INDEX, Signature, read_signature
 
 FORMAT, VERSION = "deltafuse-calibration", 1
@@ -127,7 +127,9 @@ def load(path: str | os.PathLike[str]) -> Calibration:
         OptionError: no such file, or another kind of file.
     """
     try:
-        with np.load(Path(path), allow_pickle=False) as file:
+        with open_npz(Path(path)) as file:
+            if "index" not in file:
+                raise KeyError("it has no array 'index'; `deltafuse calibrate` writes such files")
             index = json.loads(str(file["index"]))
             if index["format"] != FORMAT or index["version"] != VERSION:
                 raise OptionError(f"{path} is a {index['format']} of version {index['version']}: expected {VERSION}")
@@ -145,7 +147,8 @@ def load(path: str | os.PathLike[str]) -> Calibration:
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         if isinstance(error, OptionError):
             raise
-        raise OptionError(f"{path} is no file of calibration statistics: {error}") from error
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise OptionError(f"{path} is no file of calibration statistics: {reason}") from error
 
 
 def calibrate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
@@ -44,6 +45,21 @@ def check_clashes(source: Path | None, source_data: frozenset[str], output: Path
     for path, what in taken:
         if _same(report, path):
             raise OutputError(f"{report} {what}: write the report to another file")
+
+
+def check_not_read(written: Path | None, read: Iterable[str | os.PathLike[str]], what: str) -> None:
+    """Check that a file to be written is none that the same run reads: no model, no external data of one, no inputs.
+
+    Raises:
+        OutputError: it is one. ``what`` names the contents in its text.
+    """
+    if written is None or not os.path.lexists(written):
+        return
+    for path in map(Path, read):
+        if _same(written, path):
+            raise OutputError(f"{written} is read here: write {what} to another file")
+        if any(_same(written, data) for data in old_data(path)):
+            raise OutputError(f"{written} holds the external data of {path}: write {what} to another file")
 
 
 def old_data(path: Path) -> frozenset[str]:

@@ -21,7 +21,7 @@ from .cli_common import (
     print_json,
     progress_bar,
 )
-from .errors import OptionError, OutputError
+from .errors import OptionError
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The model.", show_default=False)]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]", help="Where to run.")]
@@ -178,9 +178,11 @@ def run_command(
     """Run a model once and say what came out: for each output its type, shape and range, and what ran where."""
     check_file_name(output, "--output", "--json prints the summary on standard output")
     with clear_errors(as_json):
+        from .clashes import check_not_read
         from .run import run_model, save_outputs
         from .sample_inputs import load_inputs
 
+        check_not_read(output, [model, *([input_file] if input_file is not None else [])], "the outputs")
         outputs, found = run_model(
             model,
             token_ids=parse_numbers(tokens, "--tokens") if tokens is not None else None,
@@ -234,13 +236,12 @@ def calibrate_command(
     check_file_name(output, "--output", "--json prints the summary on standard output")
     with clear_errors(as_json):
         from .calibration import calibrate
+        from .clashes import check_not_read
         from .model_save import check_target
         from .sample_inputs import load_inputs
 
         check_target(output)
-        for file in input_files or []:
-            if file.exists() and output.exists() and file.samefile(output):
-                raise OutputError(f"{output} is an input: write the statistics to another file")
+        check_not_read(output, [model, *(input_files or [])], "the statistics")
         with progress_bar(quiet or as_json) as progress:
             done = calibrate(
                 model,

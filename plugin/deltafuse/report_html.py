@@ -162,8 +162,15 @@ def verdict(report: FusionReport) -> tuple[str, str]:
         parts.append(f"{_blocks(seen)} recognised{f', {proved} proved' if proved else ''}; nothing changed")
     if refused:
         parts.append(f"{_blocks(refused)} left as {'it was' if refused == 1 else 'they were'}")
+    had = sum(report.already_fused.values())
+    smaller = report.quantization is not None and bool(report.quantization.tensors)
     if not parts:
-        return "bad", "Nothing was recognised; the model is as it was."
+        rest = "weights were quantized" if smaller else "the model is as it was"
+        if had:
+            return "good", f"{_blocks(had)} had been fused before, no more were recognised; {rest}."
+        return "bad", f"Nothing was recognised; {rest}."
+    if had:
+        parts.append(f"{_blocks(had)} had been fused before")
     kind = "warn" if unproved or refused else "good"
     if not (fused or unproved or seen):
         kind = "bad"

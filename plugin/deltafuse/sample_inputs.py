@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from .errors import OptionError
@@ -289,6 +290,24 @@ def _as_declared(signature: Signature, name: str, array: Array) -> Array:
     return array
 
 
+def open_npz(path: Path) -> NpzFile:
+    """A .npz file; its arrays are read when they are asked for.
+
+    Raises:
+        OptionError: it is a .npy file, or no file of NumPy's.
+        OSError, ValueError, EOFError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        start = file.read(6)
+    if start == b"\x93NUMPY":
+        raise OptionError(f"{path} holds one array: expected a .npz file of named arrays")
+    if not start.startswith(b"PK"):
+        raise ValueError("it is no zip archive of arrays")
+    opened = np.load(path, allow_pickle=False)
+    assert isinstance(opened, NpzFile)
+    return opened
+
+
 def load_inputs(path: str | os.PathLike[str]) -> Arrays:
     """The arrays of a .npz file, by input name.
 
@@ -296,10 +315,7 @@ def load_inputs(path: str | os.PathLike[str]) -> Arrays:
         OptionError: the file cannot be read, or holds Python objects.
     """
     try:
-        file = np.load(Path(path), allow_pickle=False)
-        if isinstance(file, np.ndarray):
-            raise OptionError(f"{path} holds one array: expected a .npz file with an array for each input")
-        with file:
+        with open_npz(Path(path)) as file:
             return {name: file[name] for name in file.files}
     except OptionError:
         raise

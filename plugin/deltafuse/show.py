@@ -37,9 +37,10 @@ def console(*, file: IO[str] | None = None, width: int | None = None, stderr: bo
 
 
 def render(report: FusionReport, out: Console) -> None:
-    """Print a report: heading, regions, what was not fused and why, repairs, warnings, passes."""
+    """Print a report: heading, regions, what was not fused and why, quantization, repairs, warnings, passes."""
     heading(report, out)
     _regions(report, out)
+    _quantization(report, out)
     shown = {f"{region.name}: {note}" for region in report.regions for note in region.notes}
     _lines("Repaired", [repair for repair in report.repairs if repair not in shown], out)
     _lines("Warnings", report.warnings, out, style="yellow")
@@ -65,8 +66,14 @@ def heading(report: FusionReport, out: Console) -> None:
 
 
 def _regions(report: FusionReport, out: Console) -> None:
+    if report.already_fused:
+        had = ", ".join(f"{escape(op)}={count}" for op, count in report.already_fused.items())
+        out.print(f"fused already when it came: {had}")
     if not report.regions:
-        out.print("\nNo region was recognised: nothing in this model looks like a block that deltafuse knows.")
+        more = " more" if report.already_fused else ""
+        out.print(
+            f"\nNo{more} region was recognised: nothing{more} in this model looks like a block that deltafuse knows."
+        )
         return
     groups = group_regions(report.regions)
     table = table_of()
@@ -127,6 +134,22 @@ def _error(group: Sequence[RegionReport]) -> str:
     return f"{max(errors):.1e} / {min(limits):.0e}" if limits else f"{max(errors):.1e}"
 
 
+def _quantization(report: FusionReport, out: Console) -> None:
+    """A line for each group of weights that was asked for, what was left alone, and what all weights take."""
+    done = report.quantization
+    if done is None:
+        return
+    lines = []
+    for group, scheme in done.schemes.items():
+        tensors = [tensor for tensor in done.tensors if tensor.group == group]
+        if tensors:
+            named = f"{len(tensors):,} weight{'s' if len(tensors) > 1 else ''}"
+            worst = max(tensors, key=lambda tensor: tensor.error)
+            lines.append(f"{group} as {scheme}: {named}, relative error at most {worst.error:.1e} ({worst.name})")
+    lines.append(f"all weights: {size(done.bytes_before)} before, {size(done.bytes_after)} after")
+    _lines("Quantized", lines + _first(done.notes), out)
+
+
 def _passes(report: FusionReport, out: Console) -> None:
     passes = report.passes
     if not passes:
@@ -151,7 +174,15 @@ def _passes(report: FusionReport, out: Console) -> None:
     reasons = [
         f"{p.name}: {refusal}" for p in shown for refusal in p.refused if (refusal.code, refusal.reason) not in said
     ]
-    _lines("Left alone by passes", reasons[:10] + ([f"and {len(reasons) - 10} more"] if len(reasons) > 10 else []), out)
+    _lines("Left alone by passes", _first(reasons), out)
+    elsewhere = ("repair", "quantize", "infer-types")  # shown above, or of no use to who reads a terminal
+    notes = [f"{p.name}: {note}" for p in passes if not p.name.startswith(elsewhere) for note in p.notes]
+    _lines("Notes of passes", _first(notes), out)
+
+
+def _first(lines: Sequence[str], most: int = 10) -> list[str]:
+    more = len(lines) - most
+    return [*lines[:most], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _lines(title: str, lines: Sequence[str], out: Console, style: str = "") -> None:

@@ -100,7 +100,10 @@ def run(found: dict[str, Any], out: Console) -> None:
     if found["next_tokens"]:
         out.print(f"most likely next tokens: {', '.join(map(str, found['next_tokens']))}")
     steps = f"{found['steps']} step{'s' if found['steps'] > 1 else ''}"
-    nodes = ", ".join(f"{count} nodes on {ep or 'no kernel (inlined)'}" for ep, count in found["nodes"].items())
+    nodes = ", ".join(
+        f"{count} node{'' if count == 1 else 's'} on {ep or 'no kernel (inlined)'}"
+        for ep, count in found["nodes"].items()
+    )
     out.print(f"{steps} on {found['device']}, {found['milliseconds']:.1f} ms; {nodes}")
     if found["note"]:
         out.print(escape(found["note"]), soft_wrap=True)

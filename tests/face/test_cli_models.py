@@ -112,7 +112,7 @@ def test_bench(models: dict[str, Path]) -> None:
     code, found = as_json("bench", models["prompt"], "--tokens", "8,70", "--repeats", 3)
     assert code == 0 and found["same"] and found["fused"]["kda"] == 1
     variants = {variant["name"]: variant for variant in found["variants"]}
-    assert {"as it is", "plugin, plugin", "plugin, no plugin", "portable, no plugin"} <= set(variants)
+    assert {"as it is", "fused, plugin", "fused, no plugin", "portable, no plugin"} <= set(variants)
     for name, variant in variants.items():
         if variant["failed"]:
             assert variant["plugin"] and "not installed" in variant["failed"]
@@ -237,8 +237,29 @@ def test_calibrate_refuses(models: dict[str, Path], tmp_path: Path, path: Path) 
     result = call("calibrate", models["decode"], "-o", tmp_path / "no" / "s.npz")
     assert result.exit_code == 2 and "there is no folder" in result.stderr
     (tmp_path / "x.npz").write_text("")
-    with pytest.raises(deltafuse.DeltaFuseError, match="no file of calibration statistics"):
+    with pytest.raises(deltafuse.DeltaFuseError, match="no file of calibration statistics: it is no zip archive"):
         load(tmp_path / "x.npz")
+    np.savez(tmp_path / "x.npz", other=np.zeros(3))
+    with pytest.raises(deltafuse.DeltaFuseError, match="it has no array 'index'; `deltafuse calibrate` writes such"):
+        load(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "run"])
+def test_what_is_read_is_not_written_over(tmp_path: Path, command: str) -> None:
+    model, weights, data = tmp_path / "m.onnx", tmp_path / "m.onnx.data", tmp_path / "in.npz"
+    matrix = numpy_helper.from_array(np.ones((3, 3), np.float32), "w")
+    ports = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 3))] for name in "xy"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", *ports, initializer=[matrix])
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(made, model, save_as_external_data=True, location=weights.name, size_threshold=0)
+    np.savez(data, x=np.zeros((2, 3), np.float32))
+    before = {path: path.read_bytes() for path in (model, weights, data)}
+    for path in before:
+        result = call(command, model, "--input", data, "-o", path)
+        assert result.exit_code == 2 and "to another file" in result.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    result = call(command, model, "--input", data, "-o", tmp_path / "out.npz")
+    assert result.exit_code == 0, result.stderr
 
 
 # -- all commands -----------------------------------------------------------------------------------------------------

@@ -81,6 +81,25 @@ def test_nothing_fused_claims_no_proof(
     assert properties["deltafuse.fused"] == ", ".join(f"{op}=0" for op in OPS)
 
 
+def test_what_was_fused_before_stays_on_record(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proto: onnx.ModelProto
+) -> None:
+    """A second run, to quantize for example, finds nothing new; the model's metadata still say what is in it."""
+
+    def nothing(model: ir.Model, **_: object) -> FusionReport:
+        return FusionReport(model=model.clone(), verify=True)
+
+    monkeypatch.setattr(api, "_pipeline", lambda: nothing)
+    op = OPS["kda"]
+    proto.graph.node.append(onnx.helper.make_node(op.op_type, [proto.graph.input[0].name], ["f"], domain=op.domain))
+    for verified in ("true", "false: --no-verify"):
+        onnx.helper.set_model_props(proto, {"deltafuse.verified": verified, "deltafuse.fused": "kda=1"})
+        report = deltafuse.fuse(proto)
+        assert report.already_fused == {"kda": 1} and report.count("kda") == 0 and report.model is not None
+        assert report.model.metadata_props["deltafuse.verified"] == verified
+        assert "kda=1" in report.model.metadata_props["deltafuse.fused"]
+
+
 def test_each_kind_comes_back(pipeline: FakePipeline, path: Path, proto: onnx.ModelProto) -> None:
     model = ir.from_proto(proto)
     graph = gs.import_onnx(proto)

@@ -58,6 +58,11 @@ def test_quiet_and_report(pipeline: FakePipeline, path: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "r.json").read_text())["target"] == "plugin"
 
 
+def test_python_runs_it_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "deltafuse", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == __version__
+
+
 def test_dry_run_and_inspect(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None:
     for arguments in (["fuse", str(path), "--dry-run"], ["inspect", str(path)]):
         result = runner.invoke(app, arguments)

@@ -7,7 +7,8 @@ import io
 import pytest
 from deltafuse import show
 from deltafuse.custom_ops.common.refusal import Refusal
-from deltafuse.fusions.result import FusionReport
+from deltafuse.fusions.result import FusionReport, PassReport, QuantizationReport, QuantizedTensor
+from deltafuse.report_html import verdict
 
 from .kit import example_report
 
@@ -42,6 +43,32 @@ def test_square_brackets_survive() -> None:
 
 def test_nothing_recognised() -> None:
     assert "No region was recognised" in text_of(FusionReport(dry_run=True, nodes_before=5))
+
+
+def test_fused_already_is_said() -> None:
+    text = " ".join(text_of(FusionReport(nodes_before=5, already_fused={"kda": 2, "moe": 1})).split())
+    assert "fused already when it came: kda=2, moe=1" in text and "No more region was recognised" in text
+    assert verdict(FusionReport(already_fused={"kda": 2})) == (
+        "good",
+        "2 blocks had been fused before, no more were recognised; the model is as it was.",
+    )
+
+
+def test_quantization_is_said() -> None:
+    tensors = [QuantizedTensor(f"w{i}", "experts", "int4:32", 0.01 * i, 4096, 640) for i in (1, 3, 2)]
+    notes = [f"dense: w{i} stays" for i in range(12)]
+    done = QuantizationReport({"experts": "int4:32", "dense": "int8"}, "", tensors, notes, 8192, 1024)
+    text = " ".join(text_of(FusionReport(nodes_before=5, quantization=done), 120).split())
+    assert "experts as int4:32: 3 weights, relative error at most 3.0e-02 (w3)" in text
+    assert "all weights: 8.0 KiB before, 1.0 KiB after" in text
+    assert "dense: w9 stays" in text and "dense: w10 stays" not in text and "and 2 more" in text
+    assert verdict(FusionReport(quantization=done))[1] == "Nothing was recognised; weights were quantized."
+
+
+def test_notes_of_passes_are_said() -> None:
+    passes = [PassReport("latent-cache", notes=["no cache"]), PassReport("quantize", notes=["elsewhere"])]
+    text = text_of(FusionReport(nodes_before=5, passes=passes))
+    assert "latent-cache: no cache" in text and "elsewhere" not in text
 
 
 def test_unproved_is_said() -> None:

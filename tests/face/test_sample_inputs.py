@@ -124,6 +124,10 @@ def test_what_cannot_be_guessed() -> None:
 def test_files_that_are_no_inputs(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", np.zeros(3))
     (tmp_path / "text.npz").write_text("no")
-    for name, expected in (("one.npy", "holds one array"), ("text.npz", "cannot be read"), ("absent.npz", "No such")):
+    for name, expected in (
+        ("one.npy", "holds one array"),
+        ("text.npz", "cannot be read as a .npz file of arrays: it is no zip archive"),
+        ("absent.npz", "No such"),
+    ):
         with pytest.raises(OptionError, match=expected):
             load_inputs(tmp_path / name)

@@ -61,6 +61,12 @@ def test_it_is_asked_for() -> None:
     assert [i.name for i in after.graph.input] == [i.name for i in before.graph.input]
 
 
+def test_without_such_a_cache_it_says_so() -> None:
+    report = fuse_model(library.export("mla_two").model(), latent_cache=True)
+    notes = [note for p in report.passes if p.name == "latent-cache" for note in p.notes]
+    assert notes == ["no fused latent attention has a cache of keys and values"]
+
+
 def test_a_cache_that_others_read_stays() -> None:
     """An output that is something else besides a cache can't change its meaning."""
     model = library.export("mla_expanded").model()

@@ -51,7 +51,9 @@ def test_the_portable_target_is_quantized_too(path: Path) -> None:
 
 
 def test_a_dry_run_quantizes_nothing(path: Path) -> None:
-    assert deltafuse.fuse(path, dry_run=True, quantize="dense=int8:128").quantization is None
+    report = deltafuse.fuse(path, dry_run=True, quantize="dense=int8:128")
+    assert report.quantization is None
+    assert "quantize: not tried, since a dry run changes nothing" in report.warnings
 
 
 def test_calibrated(path: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_what_is_quantized_already_is_left_alone() -> None:
     again = quantized(model, "experts=int8:128")
     assert again.result.tensors == []
     assert any("quantized already (int4)" in note for note in again.result.notes)
-    assert "experts: there was nothing to quantize" in again.result.notes
+    assert any(note.startswith("experts: there was nothing to quantize") for note in again.result.notes)
 
 
 def test_a_format_that_does_not_fit_is_refused_with_a_reason() -> None:

@@ -5,6 +5,7 @@ Skipped where no browser is found (``browser.NAMES``). ``DELTAFUSE_SCREENSHOTS=F
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import deltafuse
 import pytest
 from deltafuse import report_html
+from deltafuse.fusions.result import FusionReport
 
 from . import hostile
 from .browser import Page
@@ -60,6 +62,24 @@ def test_a_report(page: Page, hybrid: tuple[Path, deltafuse.FusionReport], folde
 def test_hostile_names(page: Page, hostile_page: Path, width: int) -> None:
     check(page, hostile_page, width, dark=False)
     assert page.evaluate("typeof window.pwned") == "undefined"
+
+
+def test_figures_are_in_sight_on_a_phone(page: Page, tmp_path: Path) -> None:
+    """Times and nodes are read without scrolling a table sideways."""
+    timed = {"phase": "prompt", "tokens": 16, "median_ms": 23.7, "error": 6.6e-7, "same": True}
+    names = ("as it is", "fused, plugin", "fused, no plugin", "portable, no plugin")
+    nodes = {"CPUExecutionProvider": 1263, "DeltaFuseExecutionProvider": 3}
+    bench = {"variants": [{"name": name, "device": "cpu", "nodes": nodes, "timings": [timed]} for name in names]}
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    path = tmp_path / "page.html"
+    report_html.write(
+        path, FusionReport(), hostile.model(), measured=report_html.read_measured([tmp_path / "bench.json"])
+    )
+    page.show(path, 390)
+    for part in ("times", "placement"):
+        hidden = f"[...document.querySelectorAll('#{part} .scroll')].map(e => e.scrollWidth - e.clientWidth)"
+        found = page.evaluate(hidden)
+        assert found and max(found) <= 0, (part, found)
 
 
 def test_regions_open(page: Page, hybrid: tuple[Path, deltafuse.FusionReport]) -> None:
