@@ -133,7 +133,8 @@ def _parts(view: GraphView, term: MaskTerm, nodes: set[ir.Node]) -> list[MaskTer
         return [term]
     if is_op(producer, "Expand", "Identity") and (source := producer.inputs[0]) is not None:
         if len(source.shape or ()) == len(term.value.shape or ()):
-            parts = _parts(view, MaskTerm(term.kind, source), found := set())
+            found: set[ir.Node] = set()
+            parts = _parts(view, MaskTerm(term.kind, source), found)
             if len(parts) > 1:
                 nodes |= {producer, *found}
                 return parts
@@ -144,9 +145,10 @@ def _parts(view: GraphView, term: MaskTerm, nodes: set[ir.Node]) -> list[MaskTer
         return [p for v in pair for p in _parts(view, MaskTerm(term.kind, v), nodes)]
     truths = as_truths(view, term)
     if truths is not None:
-        parts = _parts(view, MaskTerm("keep", truths[0]), found := set())
+        inner: set[ir.Node] = set()
+        parts = _parts(view, MaskTerm("keep", truths[0]), inner)
         if len(parts) > 1:
-            nodes |= truths[1] | found
+            nodes |= truths[1] | inner
             return parts
     return [term]
 
