@@ -68,9 +68,10 @@ def make_weights() -> Arrays:
 
 def make_model(config: MlaConfig, weights: Arrays) -> bytes:
     """x to o by three products and a call of the op; nothing but ``onnx.helper``, beside the function itself."""
-    floats, pool = TensorProto.FLOAT, [BLOCKS, BLOCK]
-    scale = [RANK] if config.cache_type == "int8" else [*pool, -(-RANK // 128)]
-    tensors = {
+    floats = TensorProto.FLOAT
+    pool: list[int | str] = [BLOCKS, BLOCK]
+    scale: list[int | str] = [RANK] if config.cache_type == "int8" else [*pool, -(-RANK // 128)]
+    tensors: dict[str, tuple[int, list[int | str]]] = {
         "x": (floats, [BATCH, "S", HIDDEN]),
         "position_ids": (TensorProto.INT64, [BATCH, "S"]),
         "past_latent": (CODES[config.cache_type], [*pool, RANK]),
