@@ -14,7 +14,7 @@ from .caches import Cache, read_cache
 from .core import Core
 from .flow import Flow, channels_of
 from .linear import Lin, of_dim
-from .parts import End, Latent, ends_of
+from .parts import End, Latent, ends_of, is_quantized
 from .symbolic import Symbolic
 from .ways import Ways, absorbed_ways, expanded_ways
 
@@ -75,6 +75,10 @@ def _block(view: GraphView, symbolic: Symbolic, core: Core, end: End, ways: Ways
     if isinstance(sizes, Refusal):
         return sizes
     heads, nope, rope, value = sizes
+    if ways.order not in ("heads", "split") and any(is_quantized(w) for w in ways.weights):
+        return Refusal(
+            "quantized", "quantized weights of keys and values that are not stored head by head in front of a MatMul"
+        )
     scale = ways.scale * ((nope + rope) ** -0.5 if core.default_scale else core.scale)
     factors = list(ways.q.factors)
     q_scales = [f for f in factors if channels_of_factor(ways.q, f) == 1]

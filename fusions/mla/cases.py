@@ -33,6 +33,9 @@ def draw(candidate: Candidate, batch: int, tokens: int, past: int, seed: int, ca
     heads, width = config.num_heads, config.qk_head_dim
     size = {"large-scores": 30.0, "equal-scores": 0.0}.get(case, 1.0) / (abs(config.scale) * width**0.5)
     found: Arrays = {"q": size * rng.standard_normal((batch, tokens, heads * width))}
+    if "kv_b_weight" in candidate.operands:  # dequantized in the graph
+        columns = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        found["kv_b_weight"] = rng.standard_normal((config.kv_lora_rank, columns)) / config.kv_lora_rank**0.5
     latent = rng.standard_normal((batch, tokens, config.kv_lora_rank))
     if case == "tiny-latent":
         small = config.kv_norm_eps**0.5 if config.has_kv_norm else 1e-3

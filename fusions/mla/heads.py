@@ -93,7 +93,9 @@ def _weights(candidate: Candidate) -> dict[ir.Value, Spread]:
     """Where heads lie in kv_b's constants."""
     config: MlaConfig = candidate.config
     heads, nope, value = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
-    parameter = candidate.parameters["kv_b_weight"]
+    parameter = candidate.parameters.get("kv_b_weight")
+    if parameter is None:
+        raise HeadsMix("quantized weights")
     order = parameter.form.split(" ")[0] or "heads"
     if order == "absorbed":
         raise HeadsMix("absorbed weights")

@@ -11,6 +11,7 @@ from ..graph import GraphView, is_op, static_dims
 from .block import Block
 from .flow import channels_of
 from .masks import Mask
+from .parts import is_quantized
 
 
 def rows_piece(value: ir.Value, width: int, *, label: str = "tokens") -> Piece | None:
@@ -67,6 +68,21 @@ def _query_piece(q: ir.Value, heads: int, width: int) -> Piece | None:
     if len(dims) == 4 and dims[1] == heads and dims[3] in (None, width):
         return Piece(q, (0, 2, 1, 3), (0, 0, channels), axes=("batch", None, "tokens", None))
     return None
+
+
+def quantized_weight(block: Block) -> Operand | None:
+    """kv_b's weight as the graph dequantizes it, [R, H * (Dn + Dv)]; None where it is stored as numbers."""
+    if not any(is_quantized(w) for w, _ in block.weights):
+        return None
+    heads, widths = block.heads, (block.nope, block.value)
+    turned = [((1, 0) if flip else None) for _, flip in block.weights]
+    if len(block.weights) == 1:
+        return Operand((Piece(block.weights[0][0], turned[0]),))
+    pieces = tuple(
+        Piece(weight, turn, (0, heads, width))
+        for (weight, _), turn, width in zip(block.weights, turned, widths, strict=True)
+    )
+    return Operand(pieces, reshape=(0, heads * sum(widths)))
 
 
 def wide_piece(value: ir.Value, width: int) -> Piece | None:

@@ -243,6 +243,18 @@ def _widened(weight: ir.Value) -> ir.Value:
     return source if source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else weight
 
 
+def is_quantized(weight: ir.Value) -> bool:
+    """Is a constant weight dequantized in the graph?"""
+    value: ir.Value | None = weight
+    while value is not None and (producer := value.producer()) is not None:
+        if is_op(producer, "DequantizeLinear"):
+            return True
+        if not is_op(producer, "Transpose", "Cast", "Reshape", "Identity"):
+            return False
+        value = producer.inputs[0]
+    return False
+
+
 def linear_weight(view: GraphView, value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value, bool] | None:
     """(node, input, weight, transposed) of the linear layer without bias that gives a value."""
     producer = value.producer()

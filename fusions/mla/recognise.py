@@ -13,7 +13,16 @@ from ..graph import GraphView, is_op, static_dims
 from ..region import Region, backward
 from .block import Block, places
 from .flow import channels_of
-from .layout import heads_piece, mask_piece, output_result, packed_value, query_operand, rows_piece, wide_piece
+from .layout import (
+    heads_piece,
+    mask_piece,
+    output_result,
+    packed_value,
+    quantized_weight,
+    query_operand,
+    rows_piece,
+    wide_piece,
+)
 from .masks import Mask, read_masks
 from .op import MLA
 from .symbolic import Symbolic
@@ -105,7 +114,11 @@ def _candidate(
             return None
         if block.k_rope is not None and not give("k_rope", wide_piece(block.k_rope, block.rope)):
             return None
-    _weights(block, parameters)
+    quantized = quantized_weight(block)
+    if quantized is not None:
+        operands["kv_b_weight"] = quantized
+    else:
+        _weights(block, parameters)
     if block.latent.epsilon is not None:
         settings |= {"has_kv_norm": True, "kv_norm_eps": short(block.latent.epsilon)}
         latent, rank = block.latent, block.rank
@@ -186,6 +199,8 @@ def _candidate(
         explained=explained,
     )
     candidate.region = _region(view, candidate)
+    if quantized is not None:
+        candidate.notes.append("kv_b stays quantized: its DequantizeLinear feeds the fused node")
     return candidate
 
 

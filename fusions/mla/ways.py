@@ -58,7 +58,7 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
     v_flow, k_flow, q_flow = walk(view, v_value), walk(view, k_value), walk(view, q_value)
     v_linear = [leaf for leaf in v_flow.leaves if linear_weight(view, _base(view, leaf)) is not None]
     if len(v_linear) != 1:
-        return None
+        return _other_layer(view, k_flow, v_flow)
     v_base = _base(view, v_linear[0])
     own = [leaf for leaf in k_flow.leaves if _base(view, leaf) is v_base]
     kv_b, order = ([v_base], "heads" if v_linear[0] is v_base else "parts") if len(own) == 1 else ([], "")
@@ -109,6 +109,28 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         sum(w for w in widths if w is not None),
         query_rope=queries[1] if len(queries) > 1 else None,
     )
+
+
+def _other_layer(view: GraphView, k_flow: Flow, v_flow: Flow) -> Refusal | None:
+    """Why a layer that keys and values share, beside rotary keys, is no kv_b that the op takes."""
+    if len(v_flow.leaves) != 1 or len(k_flow.leaves) != 2:
+        return None
+    leaf = next(iter(v_flow.leaves))
+    cut = leaf.producer()
+    base = cut.inputs[0] if is_op(cut, "Split", "Slice") and cut is not None else leaf
+    shared = [k for k in k_flow.leaves if k is base or (k.producer() is not None and base in k.producer().inputs)]  # type: ignore[union-attr]
+    producer = None if base is None else base.producer()
+    if len(shared) != 1 or producer is None:
+        return None
+    if view.weight_of(producer) is not None or is_op(producer, "Add"):
+        return Refusal("bias", "the layer that makes keys and values of latents has a bias; the op has none there")
+    if view.is_linear(producer):
+        return Refusal(
+            "quantized",
+            f"the layer that makes keys and values of latents is a {producer.op_type}: the op reads its weight as a "
+            "tensor; give it as DequantizeLinear in front of a MatMul, or quantize behind fusing (--quantize)",
+        )
+    return None
 
 
 def _queries(view: GraphView, value: ir.Value, flow: Flow) -> list[ir.Value] | None:
