@@ -6,9 +6,10 @@ the model still reads from, or that belong to a model which is not being replace
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,7 +128,8 @@ def save(
                 data_name = None  # all weights are small ones, which went into the model's file
             if data_name not in (None, wanted):
                 warnings += (f"{wanted} exists already and was kept: the new weights are in {data_name}",)
-            return _move_into_place(aside, target, data_name, warnings)
+            with _alone_in(target.parent):
+                return _move_into_place(aside, target, data_name, warnings)
     except OutputError:
         raise
     except (OSError, ValueError, ir.serde.SerdeError) as error:
@@ -180,6 +182,20 @@ def _free_data_name(target: Path, wanted: str, keep: frozenset[str]) -> str:
 
 def _has_bytes(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let no other deltafuse rename into ``folder`` meanwhile: a model of one run would read the weights of another."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(ImportError, OSError):  # file systems without locks
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _move_into_place(aside: Path, target: Path, data_name: str | None, warnings: tuple[str, ...]) -> Saved:

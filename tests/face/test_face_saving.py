@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +71,20 @@ def test_saving_again_replaces_its_own_data(external_path: Path, tmp_path: Path)
         saved = model_save.save(model_io.load(external_path).model, out)
         assert saved.data_path == tmp_path / "out.onnx.data" and saved.warnings == ()
     assert len(list(tmp_path.iterdir())) == 4
+    assert np.array_equal(run(out), EXPECTED)
+
+
+def test_two_runs_do_not_mix_a_model_with_the_others_weights(external_path: Path, tmp_path: Path) -> None:
+    """Each moves its two files into place while no other does."""
+    out = tmp_path / "out.onnx"
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    thread = threading.Thread(target=model_save.save, args=(model_io.load(external_path).model, out), daemon=True)
+    thread.start()
+    thread.join(1)
+    assert thread.is_alive() and not out.exists() and not (tmp_path / "out.onnx.data").exists()
+    os.close(other)
+    thread.join(30)
     assert np.array_equal(run(out), EXPECTED)
 
 
