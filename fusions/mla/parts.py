@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ...custom_ops.common.refusal import Refusal
 from ..cleanup.rms_norm import rms_norm_of
-from ..graph import GraphView, attribute_string, is_op
+from ..graph import GraphView, attribute_string, is_op, static_dims
 from ..match import uncast
 from .core import Core
 from .flow import Join, cut_of, is_leaf, join_of, unmoved, write_of
@@ -115,13 +116,14 @@ def _between(view: GraphView, latent: Latent, end: ir.Value) -> set[ir.Node]:
 
 @dataclass
 class End:
-    """Where a block ends: ``x``, its axes from the attention's own, and the gate on the way."""
+    """Where a block ends: ``x``, its axes from the attention's own, the gate on the way or why it is ``left``."""
 
     x: ir.Value
     layout: str  # "BSC", "BHSD", "BSHD", "NC" (rows)
     gate: ir.Value | None = None
     weights: list[tuple[ir.Node, ir.Value]] = field(default_factory=list)
     explained: set[ir.Node] = field(default_factory=set)
+    left: Refusal | None = None
 
 
 def ends_of(view: GraphView, core: Core) -> list[End]:
@@ -147,6 +149,9 @@ def ends_of(view: GraphView, core: Core) -> list[End]:
             other = user.inputs[1] if user.inputs[0] is value else user.inputs[0]
             gate = None if other is None else _gate(view, other)
             if gate is None:
+                break
+            if _for_channels(gate[0], value, labels):
+                found[-1].left = Refusal("gate", "a gate for every channel: the op's has one number a head")
                 break
             end.gate = gate[0]
             end.explained |= gate[1] | {user}
@@ -253,6 +258,18 @@ def is_quantized(weight: ir.Value) -> bool:
             return False
         value = producer.inputs[0]
     return False
+
+
+def _for_channels(gate: ir.Value, x: ir.Value, labels: str | None) -> bool:
+    """Has a gate an entry for every channel of the attention's output?"""
+    dims, own = static_dims(x), static_dims(gate)
+    if not dims or not own or own[-1] is None or own[-1] == 1:
+        return False
+    if len(dims) < 4:
+        return own[-1] == dims[-1]
+    heads = dims[2 if labels == "BSHD" else 1]
+    whole = None if heads is None or dims[3] is None else heads * dims[3]
+    return own[-1] == (dims[3] if len(own) == 4 else whole)
 
 
 def linear_weight(view: GraphView, value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value, bool] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -195,6 +196,7 @@ def _candidate(
         Region([], [], []),
         one_token=tokens == 1,
         absorbed=absorbed,
+        not_absorbed=[] if block.end.left is None else [replace(block.end.left, node=name)],
         notes=list(mask.notes),
         explained=explained,
     )

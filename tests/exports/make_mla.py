@@ -12,7 +12,7 @@ import torch
 from torch.export import Dim
 
 from .make_transformers import past_of, renamed
-from .torch_mla import HandMla, LongcatLayer, mla
+from .torch_mla import SEVERAL, HandMla, LongcatLayer, mla
 from .torch_side import Logits, StepWithStates, export, fill, ids
 
 TOKENS = Dim("S", min=2, max=60)
@@ -92,7 +92,7 @@ def hand(
         spec: list[Any] = []
         keys = tokens
         if cache == "latent":
-            rest, spec = [draw(1, past, 16), draw(1, 1, past, 4)], [{1: PAST}, {2: PAST}]
+            rest, spec = [draw(1, past, 16), draw(1, 1, past, model.r)], [{1: PAST}, {2: PAST}]
         elif cache == "packed":
             rest, spec = [draw(1, past, 20)], [{1: PAST}]
         elif cache == "expanded":
@@ -124,12 +124,17 @@ def hand(
             padding[:, keys - keys // 3 :] = False
             rest.append(padding)
             spec.append({1: TOKENS})
-        plain = [draw(batch, tokens, 24), torch.arange(tokens)[None] + start, *rest]
+        positions = torch.arange(tokens)[None] + start
+        if choice.get("rope") in SEVERAL:
+            positions = torch.randint(-30, 30, (3, batch, tokens), generator=seed)
+        plain = [draw(batch, tokens, 24), positions, *rest]
         if kind is not None:
             plain = [t.to(kind) if t.is_floating_point() else t for t in plain]
         dynamic: list[Any] = [None if decode else {1: TOKENS}] * 2
         if batch > 1:
             dynamic[0] = {0: Dim("B", min=2, max=8), **(dynamic[0] or {})}
+        if choice.get("rope") in SEVERAL:
+            dynamic[1] = {**({1: Dim("B", min=2, max=8)} if batch > 1 else {}), **({} if decode else {2: TOKENS})}
         return tuple(plain), [*dynamic, tuple(spec)] if spec else dynamic
 
     args, dynamic = inputs(count, BEFORE)
@@ -196,6 +201,10 @@ HAND: dict[str, dict[str, Any]] = {
     "half": dict(),
     "hub_bias": dict(rope="hub", bias=True),
     "true_rope": dict(rope="true", attention="float32"),
+    "mrope_sections": dict(rope="sections", attention="sdpa", batch=2),
+    "mrope_strided": dict(rope="strided", gate="plain"),
+    "mrope_owners": dict(rope="owners", cache="latent", decode=True),
+    "channel_gate": dict(gate="channels", attention="sdpa", opset=23),
     "nope": dict(rope="none", attention="sdpa"),
     "causal_op23": dict(attention="causal", mask="none", opset=23),
     "causal_op20": dict(attention="causal", mask="none"),

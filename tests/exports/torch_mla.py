@@ -54,17 +54,22 @@ def mla(family: str, attention: str = "sdpa", **changes: Any) -> torch.nn.Module
     return fill(AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
 
 
+#: Rotations by three positions of every token: time, height and width.
+SEVERAL = ("sections", "strided", "owners")
+
+
 class HandMla(torch.nn.Module):
     """Latent attention as people write it by hand; every choice is one that some published code makes.
 
     Args:
-        rope: "half", "hub" (pairs brought apart, then halves), "true" (pairs in place), "none".
+        rope: "half", "hub" (pairs brought apart, then halves), "true" (pairs in place), "none"; halves, by three
+            positions of each token: "sections" (runs of pairs), "strided" (every third pair), "owners" (a map, signed rates).
         cache: "none", "latent", "expanded", "packed" (latent and rotary key in one tensor), "static" (at given places),
             "start" (static, at places from one start on).
         attention: "eager", "sdpa", "causal" (sdpa's own), "float32" (softmax in float32, scaled queries).
         mask: "none", "given", "bool", "made", "window", "padding" (truths for each key), "both" (truths [B, 1, 1, keys]
             and causal), "sum" (added [B, 1, 1, keys] and causal).
-        gate: "none", "float32", "plain".
+        gate: "none", "float32", "plain", "channels" (one for every channel).
         queries: "one" layer, "two" (one for the rotary part).
         weights: "heads", "parts" (all keys, then all values), "two" (a layer each), "absorbed".
     """
@@ -82,7 +87,7 @@ class HandMla(torch.nn.Module):
         queries: str = "one",
     ) -> None:
         super().__init__()
-        self.h, self.n, self.r, self.v, self.c, width = 3, 8, 4, 6, 16, 24
+        self.h, self.n, self.r, self.v, self.c, width = 3, 8, 6 if rope in SEVERAL else 4, 6, 16, 24
         self.rope, self.cache, self.attention, self.mask, self.gate = rope, cache, attention, mask, gate
         self.weights, self.queries = weights, queries
         linear = torch.nn.Linear
@@ -98,12 +103,29 @@ class HandMla(torch.nn.Module):
             self.v_b = linear(self.c, self.h * self.v, bias=False)
         else:
             self.kv_b = linear(self.c, self.h * (self.n + self.v), bias=False)
-        self.g_proj = linear(width, self.h, bias=False)
+        self.g_proj = linear(width, self.h * (self.v if gate == "channels" else 1), bias=False)
         self.o_proj = linear(self.h * self.v, width, bias=False)
         angles = torch.arange(64)[:, None] * 10000.0 ** (-torch.arange(0, self.r, 2) / self.r)
         full = torch.cat([angles, angles], -1) if rope != "true" else angles
         self.register_buffer("cos_table", full.cos(), persistent=False)
         self.register_buffer("sin_table", full.sin(), persistent=False)
+
+    def several(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines where every pair of channels turns by one of three positions, [3, B, S]."""
+        rates = 10000.0 ** (-torch.arange(0, self.r, 2) / self.r)
+        if self.rope == "owners":
+            signed = rates * torch.tensor([1.0, -1.0, 1.0])
+            angles = positions[torch.tensor([2, 0, 1])].permute(1, 2, 0).float() * signed
+        else:
+            each = positions[..., None].float() * rates
+            if self.rope == "sections":
+                angles = torch.cat([part[i % 3] for i, part in enumerate(each.split([1, 1, 1], -1))], -1)
+            else:
+                angles = each[0].clone()
+                for axis in (1, 2):
+                    angles[..., axis::3] = each[axis, ..., axis::3]
+        both = torch.cat([angles, angles], -1)
+        return both.cos().unsqueeze(1), both.sin().unsqueeze(1)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if self.rope == "none":
@@ -129,7 +151,10 @@ class HandMla(torch.nn.Module):
         latent, k_rope = self.kv_a_proj(x).split([self.c, self.r], -1)
         latent = self.kv_norm(latent)
         k_rope = k_rope.view(b, 1, s, self.r)
-        cos, sin = (t[positions].unsqueeze(1) for t in (self.cos_table, self.sin_table))
+        if self.rope in SEVERAL:
+            cos, sin = self.several(positions)
+        else:
+            cos, sin = (t[positions].unsqueeze(1) for t in (self.cos_table, self.sin_table))
         q_rope, k_rope = self.rotate(q_rope, cos, sin), self.rotate(k_rope, cos, sin)
         presents: list[torch.Tensor] = []
         past = 0
@@ -166,6 +191,8 @@ class HandMla(torch.nn.Module):
         out = out.transpose(1, 2)
         if self.gate == "float32":
             out = out * torch.sigmoid(self.g_proj(x).float()).to(out.dtype).unsqueeze(-1)
+        elif self.gate == "channels":
+            return (self.o_proj(out.reshape(b, s, self.h * self.v) * self.g_proj(x).sigmoid()), *presents)
         elif self.gate == "plain":
             out = out * self.g_proj(x).sigmoid()[..., None]
         return (self.o_proj(out.reshape(b, s, self.h * self.v)), *presents)

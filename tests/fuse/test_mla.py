@@ -113,6 +113,14 @@ def test_rotations_and_caches_are_what_they_are() -> None:
     assert configuration("mla_mistral4_decode")["has_q_scale"]
 
 
+def test_a_gate_for_every_channel_stays_behind() -> None:
+    """The attention is fused, its gate is not, and the report says why."""
+    _, report, after = kit.fused("mla_channel_gate")
+    assert [r.code for r in report.regions[0].not_absorbed] == ["gate"]
+    assert configuration("mla_channel_gate")["gate_activation"] == "none"
+    assert "Sigmoid" in kit.ops(after.graph)
+
+
 def test_weights_are_not_copied() -> None:
     """The node reads the graph's own weight."""
     before, _, after = kit.fused("mla_half")
