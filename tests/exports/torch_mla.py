@@ -63,7 +63,8 @@ class HandMla(torch.nn.Module):
 
     Args:
         rope: "half", "hub" (pairs brought apart, then halves), "true" (pairs in place), "none"; halves, by three
-            positions of each token: "sections" (runs of pairs), "strided" (every third pair), "owners" (a map, signed rates).
+            positions of each token: "sections" (runs of pairs), "strided" (every third pair), "owners" (a map, signed
+            rates).
         cache: "none", "latent", "expanded", "packed" (latent and rotary key in one tensor), "static" (at given places),
             "start" (static, at places from one start on).
         attention: "eager", "sdpa", "causal" (sdpa's own), "float32" (softmax in float32, scaled queries).
