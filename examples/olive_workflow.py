@@ -1,4 +1,4 @@
-"""An Olive workflow with the pass DeltaFuse: 4-bit weights by Olive, then fused blocks, then a look at the result.
+"""An Olive workflow with the pass DeltaFuse: fused blocks, then 4-bit weights by Olive, then a look at the result.
 
     pip install 'deltafuse[olive]'
     python examples/olive_workflow.py MODEL.onnx OUT_FOLDER
