@@ -105,7 +105,7 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         order,
         rank,
         q_factor * k_flow.leaves[own[0]],
-        query,
+        _own_part(view, query, q_flow),
         sum(w for w in widths if w is not None),
         query_rope=queries[1] if len(queries) > 1 else None,
     )
@@ -151,6 +151,25 @@ def _queries(view: GraphView, value: ir.Value, flow: Flow) -> list[ir.Value] | N
     turned = [bool(p.factors) for p in parts]
     first, second = reversed(parts) if turned == [True, False] else parts
     return [next(iter(first.leaves)), next(iter(second.leaves))]
+
+
+def _own_part(view: GraphView, leaf: ir.Value, flow: Flow) -> ir.Value:
+    """What queries take of a layer that gives more, such as an output gate behind each head's query."""
+    value = leaf
+    for _ in range(4):
+        users = [u for u in view.users(value) if u in flow.nodes]
+        if len(users) != 1:
+            return leaf
+        user = users[0]
+        if is_op(user, "Split", "Slice"):
+            read = [v for v in user.outputs if any(u in flow.nodes for u in view.users(v))]
+            dims, whole = static_dims(read[0]) if read else None, static_dims(value)
+            cut = dims is not None and whole is not None and len(dims) == 4 and dims[:3] == whole[:3]
+            return read[0] if cut and len(read) == 1 else leaf
+        if not is_op(user, "Reshape", "Cast", "Identity"):
+            return leaf
+        value = user.outputs[0]
+    return leaf
 
 
 def _query_refusal(q_flow: Flow, k_flow: Flow, v_flow: Flow) -> Refusal:

@@ -17,6 +17,8 @@ from .torch_side import Logits, StepWithStates, export, fill, ids
 
 TOKENS = Dim("S", min=2, max=60)
 PAST = Dim("past", min=1, max=60)
+#: Families that choose their keys; exported, they do so in another way than in PyTorch.
+CHOOSING = ("axk2", "deepseek_v32", "glm_moe_dsa")
 BEFORE, CAPACITY, ROOM = 7, 64, 128
 
 
@@ -31,8 +33,10 @@ def prompt(name: str, family: str, opset: int = 20, **changes: Any) -> None:
         dynamic=({1: Dim.DYNAMIC},),
         opset=opset,
         after=renamed("S"),
-        # exported, DeepSeek-V3.2 chooses its keys in another way than in PyTorch
-        truth=None if family == "deepseek_v32" else lambda: {f"T{t}": (ids(t, seed=t),) for t in (7, 30)},
+        # exported, models that choose their keys do so in another way than in PyTorch
+        truth=None
+        if family in ("axk2", "deepseek_v32", "glm_moe_dsa")
+        else lambda: {f"T{t}": (ids(t, seed=t),) for t in (7, 30)},
         bindings=[{"S": 5}, {"S": 40}],
         made=f"{family}, one layer, Dim.DYNAMIC, opset {opset}" + "".join(f", {k} {v}" for k, v in changes.items()),
         kda=0,
@@ -182,6 +186,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "mla_deepseek_v3_eager": dict(family="deepseek_v3", attention="eager"),
     "mla_deepseek_v3_op24": dict(family="deepseek_v3", opset=24),
     "mla_deepseek_v32_prefill": dict(family="deepseek_v32"),
+    "mla_axk2_prefill": dict(family="axk2"),
+    "mla_glm_dsa_prefill": dict(family="glm_moe_dsa"),
     "mla_glm4_lite_prefill": dict(family="glm4_moe_lite", opset=18),
     "mla_mistral4_prefill": dict(family="mistral4"),
     "mla_minicpm3_prefill": dict(family="minicpm3"),

@@ -49,6 +49,7 @@ _CACHES = {
     "latent": "latents",
     "expanded": "keys and values",
     "static": "one size for good",
+    "start": "one size, from a place on",
     "packed": "packed latents",
 }
 

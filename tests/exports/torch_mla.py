@@ -18,6 +18,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "axk1": dict(first_k_dense_replace=9, n_routed_experts=4),
     "kimi_linear": dict(layer_types=["full_attention"], mlp_layer_types=["dense"]),
     "bailing_hybrid": dict(head_dim=8, layer_group_size=1, first_k_dense_replace=9),
+    "axk2": dict(first_k_dense_replace=9, n_routed_experts=4),
+    "glm_moe_dsa": dict(mlp_layer_types=["dense"], n_routed_experts=4, index_n_heads=2, index_head_dim=8, index_topk=6),
     "deepseek_v32": dict(first_k_dense_replace=9, index_n_heads=2, index_head_dim=8, index_topk=6),
 }
 
