@@ -29,8 +29,9 @@ def cuda_include() -> Path | None:
 
 
 def ort_include() -> Path | None:
-    places = [*sorted(ROOT.glob("build/*/ort_headers/**/onnxruntime")), Path("/usr/include/onnxruntime")]
-    return header_folder("onnxruntime_ep_c_api.h", "ORT_INCLUDE_DIR", *places)
+    header = "onnxruntime_ep_c_api.h"
+    built = [path.parent for path in (ROOT / "build").rglob(header)]  # where an earlier build has put them
+    return header_folder(header, "ORT_INCLUDE_DIR", *built, Path("/usr/include/onnxruntime"))
 
 
 def test_workspace_and_path(tmp_path: Path) -> None:
