@@ -131,7 +131,9 @@ def by_blocks(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "code"), [(with_bias, "bias"), (by_integers, "quantized"), (by_blocks, "quantized")], ids=lambda v: str(v)
+    ("edit", "code"),
+    [(with_bias, "bias"), (by_integers, "quantized"), (by_blocks, "quantized")],
+    ids=["bias", "integers", "blocks"],
 )
 def test_other_layers_are_refused_by_name(edit: Callable[[onnx.ModelProto], None], code: str) -> None:
     before = library.export("mla_half").proto()
