@@ -34,9 +34,11 @@ def make_session(path: str) -> ort.InferenceSession:
 
 def main(path: str) -> int:
     session = make_session(path)
-    for node in deltafuse.assignment(session):
-        if node.domain == "deltafuse":
-            print(f"{node.op_type} {node.name}: {node.ep or 'inlined: ' + node.reason}")
+    fused = [node for node in deltafuse.assignment(session) if node.domain == "deltafuse"]
+    for node in fused:
+        print(f"{node.op_type} {node.name}: {node.ep or 'inlined: ' + node.reason}")
+    if not fused:
+        print(f"{path} has no fused nodes: deltafuse fuse makes them")
     return 0
 
 

@@ -253,7 +253,8 @@ class Runner:
         missing = [name for name in self.inputs if name not in feeds]
         unknown = sorted(str(name) for name in feeds if name not in self.inputs)
         if missing or unknown:
-            what = f"missing: {', '.join(missing)}" if missing else f"unknown: {', '.join(unknown)}"
+            named = (("missing", missing), ("unknown", unknown))
+            what = ", ".join(f"{kind}: {', '.join(names)}" for kind, names in named if names)
             raise OptionError(f"inputs {what}; expected {', '.join(self.inputs)}")
         sources = {name: self._source(name, feeds[name]) for name in self.inputs}
         for name, source in sources.items():

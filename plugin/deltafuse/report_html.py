@@ -18,7 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import model_save, show
+import onnx_ir as ir
+
+from . import model_io, model_save, show
 from .errors import OptionError
 from .report_html_graph import graph, histogram
 from .report_html_parts import Html, code, details, items, join, number, pairs, section, table, tag, text
@@ -27,8 +29,7 @@ from .report_html_plots import placement, quantization, times
 from .report_html_regions import group, left_alone, near_misses, regions, repairs
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
+    from .api import ModelSource
     from .assigned import Assignment
     from .fusions.result import FusionReport
 
@@ -43,7 +44,7 @@ def is_html(path: str | os.PathLike[str]) -> bool:
 def write(
     path: str | os.PathLike[str],
     report: FusionReport,
-    source: ir.Model,
+    source: ModelSource,
     *,
     measured: Iterable[Mapping[str, Any]] = (),
     assignment: Assignment | None = None,
@@ -53,14 +54,16 @@ def write(
     Args:
         path: the file.
         report: what :func:`deltafuse.fuse` returned.
-        source: the model before.
+        source: the model before, as :func:`deltafuse.fuse` takes it.
         measured: what ``deltafuse bench --json`` and ``deltafuse run --json`` printed, see :func:`read_measured`.
         assignment: of a session of the new model.
 
     Raises:
         OutputError: it cannot be written.
     """
-    made = page(report, picture(source, report), measured=measured, assignment=assignment)
+    # A model in memory is not checked again: its weights may be gone by now, and nothing here reads them.
+    model = source if isinstance(source, ir.Model) else model_io.load(source).model
+    made = page(report, picture(model, report), measured=measured, assignment=assignment)
     model_save.write_text(Path(path), made)
 
 

@@ -66,14 +66,14 @@ def heading(report: FusionReport, out: Console) -> None:
 
 
 def _regions(report: FusionReport, out: Console) -> None:
-    if report.already_fused:
-        had = ", ".join(f"{escape(op)}={count}" for op, count in report.already_fused.items())
+    had = ", ".join(f"{escape(op)}={count}" for op, count in report.already_fused.items())
+    if had:
         out.print(f"fused already when it came: {had}")
+    if not report.regions and had:
+        out.print("\nNothing more in this model looks like a block that deltafuse knows.")
+        return
     if not report.regions:
-        more = " more" if report.already_fused else ""
-        out.print(
-            f"\nNo{more} region was recognised: nothing{more} in this model looks like a block that deltafuse knows."
-        )
+        out.print("\nNo region was recognised: nothing in this model looks like a block that deltafuse knows.")
         return
     groups = group_regions(report.regions)
     table = table_of()

@@ -206,6 +206,7 @@ def test_arrays_values_and_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, "inputs missing: x; expected x"),
         ({"x": 0, "s": 1}, "inputs unknown: s; expected x"),
+        ({"X": 0}, "inputs missing: x, unknown: X; expected x"),
         ({"x": np.ones((1, 1, 2))}, "x is a float64: expected float32"),
         ({"x": "text"}, "x is a <U4: expected float32"),
         ({"x": None}, "x is a object: expected float32"),

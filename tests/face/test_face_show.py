@@ -47,7 +47,7 @@ def test_nothing_recognised() -> None:
 
 def test_fused_already_is_said() -> None:
     text = " ".join(text_of(FusionReport(nodes_before=5, already_fused={"kda": 2, "moe": 1})).split())
-    assert "fused already when it came: kda=2, moe=1" in text and "No more region was recognised" in text
+    assert "fused already when it came: kda=2, moe=1" in text and "Nothing more in this model looks like" in text
     assert verdict(FusionReport(already_fused={"kda": 2})) == (
         "good",
         "2 blocks had been fused before, no more were recognised; the model is as it was.",

@@ -14,7 +14,7 @@ import pytest
 from deltafuse import report_html
 from deltafuse.assigned import Assignment, NodeAssignment
 from deltafuse.cli import app
-from deltafuse.fusions.result import QuantizationReport, QuantizedTensor
+from deltafuse.fusions.result import FusionReport, QuantizationReport, QuantizedTensor
 from deltafuse.report_html_picture import picture
 from typer.testing import CliRunner
 
@@ -211,6 +211,20 @@ def test_the_command_line_writes_it(tmp_path: Path) -> None:
     assert "nothing changed" in said and "One token" in said
     wrong = call(app, ["fuse", str(path), "--dry-run", "--times", str(tmp_path / "bench.json")])
     assert wrong.exit_code == 2 and "ends in .html" in wrong.output
+
+
+def test_the_model_is_of_any_kind(tmp_path: Path) -> None:
+    """As for ``fuse``; what is none is a DeltaFuseError."""
+    model = hostile.model(["a"])
+    path = tmp_path / "m.onnx"
+    ir.save(model, str(path))
+    pages = []
+    for source in (model, path, str(path), ir.to_proto(model)):
+        report_html.write(tmp_path / "page.html", FusionReport(), source)
+        pages.append((tmp_path / "page.html").read_text())
+    assert len(set(pages)) == 1
+    with pytest.raises(deltafuse.DeltaFuseError, match="no such file"):
+        report_html.write(tmp_path / "page.html", FusionReport(), tmp_path / "absent.onnx")
 
 
 def test_who_runs_what() -> None:
