@@ -273,6 +273,10 @@ def write_of(view: GraphView, node: ir.Node) -> Join | None:
     dims = static_dims(index)
     if dims is None or len(dims) != 2 or dims[1] != 1 or attribute_string(node, "reduction", "none") != "none":
         return None
+    fresh = new.producer()  # turned as the cache is, or made in that order
+    if fresh is not None and is_op(fresh, "Transpose") and fresh.inputs[0] is not None:
+        if list(fresh.attributes["perm"].as_ints()) == order:
+            new = fresh.inputs[0]
     return Join(node, past, new, back.outputs[0], order[0], index)
 
 

@@ -57,13 +57,11 @@ def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
             joins.append(cut[0])
             value = cut[1]
             continue
-        if is_op(producer, "Transpose") and (inner := producer.inputs[0]) is not None:
-            writer = inner.producer()
-            written = write_of(view, writer) if writer is not None and is_op(writer, "ScatterND") else None
-            if written is not None and written.present is value:
-                joins.append(written)
-                value = written.new
-                continue
+        written = _written(view, producer)
+        if written is not None:
+            joins.append(written)
+            value = written.new
+            continue
         join = join_of(view, producer) if is_op(producer, "Concat") else None
         if join is None:
             break
@@ -98,6 +96,15 @@ def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
         else:
             return plain
     return plain
+
+
+def _written(view: GraphView, node: ir.Node) -> Join | None:
+    """The cache of one size that a node gives: it is turned back, or its axes of size one need no turning."""
+    if is_op(node, "ScatterND"):
+        return write_of(view, node)
+    inner = node.inputs[0].producer() if is_op(node, "Transpose") and node.inputs[0] is not None else None
+    found = write_of(view, inner) if inner is not None and is_op(inner, "ScatterND") else None
+    return found if found is not None and found.present is node.outputs[0] else None
 
 
 def _between(view: GraphView, latent: Latent, end: ir.Value) -> set[ir.Node]:

@@ -12,7 +12,7 @@ import torch
 from torch.export import Dim
 
 from .make_transformers import past_of, renamed
-from .torch_mla import SEVERAL, HandMla, LongcatLayer, mla
+from .torch_mla import SEVERAL, HandMla, LongcatLayer, StaticStep, mla
 from .torch_side import Logits, StepWithStates, export, fill, ids
 
 TOKENS = Dim("S", min=2, max=60)
@@ -67,6 +67,32 @@ def step(name: str, family: str, opset: int = 20, kind: torch.dtype | None = Non
         kda=0,
         mla=1,
         tags=("mla", "decode") if kind is None else ("mla", "decode", "half", "f16"),
+    )
+
+
+def static(name: str, family: str, batch: int = 1, **changes: Any) -> None:
+    """Some tokens written into transformers' static cache, from a place on."""
+    model = mla(family, **changes)
+
+    def inputs(tokens: int, start: int) -> tuple[torch.Tensor, ...]:
+        seed = torch.Generator().manual_seed(tokens + start)
+        past = (torch.randn(batch, 1, ROOM, width, generator=seed) for width in (16, 4))
+        return (ids(tokens, batch), torch.tensor(start), *past)
+
+    export(
+        StaticStep(model),
+        inputs(6, 5),
+        name,
+        names=(["input_ids", "start", "past.0", "past.1"], ["logits", "present.0", "present.1"]),
+        dynamic=({1: TOKENS}, None, (None, {})),
+        opset=20,
+        truth=lambda: {f"T{t}s{s}": inputs(t, s) for t, s in ((6, 5), (11, 0), (2, 90))},
+        bindings=[{"S": 4}, {"S": 11}],
+        made=f"{family}, one layer, static cache, batch {batch}, opset 20"
+        + "".join(f", {k} {v}" for k, v in changes.items()),
+        kda=0,
+        mla=1,
+        tags=("mla", "static"),
     )
 
 
@@ -203,6 +229,10 @@ STEPS: dict[str, dict[str, Any]] = {
     "mla_youtu_decode_op24": dict(family="youtu", opset=24),
     "mla_axk1_decode": dict(family="axk1", opset=23),
 }
+STATIC: dict[str, dict[str, Any]] = {
+    "mla_deepseek_v3_static": dict(family="deepseek_v3"),
+    "mla_glm4_lite_static_batch": dict(family="glm4_moe_lite", attention="eager", batch=2),
+}
 HAND: dict[str, dict[str, Any]] = {
     "half": dict(),
     "hub_bias": dict(rope="hub", bias=True),
@@ -250,11 +280,13 @@ HAND: dict[str, dict[str, Any]] = {
 }
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*PROMPTS, *STEPS, *HAND, "mla_longcat"]:
+    for wanted in sys.argv[1:] or [*PROMPTS, *STEPS, *STATIC, *HAND, "mla_longcat"]:
         if wanted in PROMPTS:
             prompt(wanted, **PROMPTS[wanted])
         elif wanted in STEPS:
             step(wanted, **STEPS[wanted])
+        elif wanted in STATIC:
+            static(wanted, **STATIC[wanted])
         elif wanted in HAND:
             hand(wanted, **HAND[wanted])
         else:

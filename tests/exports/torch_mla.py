@@ -56,6 +56,27 @@ def mla(family: str, attention: str = "sdpa", **changes: Any) -> torch.nn.Module
     return fill(AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
 
 
+class StaticStep(torch.nn.Module):
+    """Ids, where they begin, and transformers' static cache of latents -> logits and the cache's new contents."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, start: torch.Tensor, *past: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from transformers import StaticCache
+
+        cache = StaticCache(config=self.model.config, max_cache_len=past[0].shape[2])
+        for layer, (keys, values) in zip(cache.layers, zip(past[::2], past[1::2], strict=True), strict=True):
+            layer.keys, layer.values = keys.clone(), values.clone()
+            layer.dtype, layer.device = keys.dtype, keys.device
+            layer.batch_size, layer.num_heads = keys.shape[:2]
+            layer.cumulative_length = start.clone()
+            layer.is_initialized = True
+        out = self.model(input_ids=input_ids, cache=cache, use_cache=True)
+        return (out.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values)))
+
+
 #: Rotations by three positions of every token: time, height and width.
 SEVERAL = ("sections", "strided", "owners")
 

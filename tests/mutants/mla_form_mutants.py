@@ -10,6 +10,7 @@ from .mla_mutants import MUTANTS, mutant
 __all__ = ["MUTANTS"]
 
 START = "mla_start"  # any number of tokens written into a cache of one size, from a given place on
+LATENTS = "mla_deepseek_v3_static"  # transformers' static cache of latents, any number of tokens
 BOTH = "mla_both_op23"  # causal and truths of keys, in an Attention node
 SUM = "mla_sum"  # causal mask and one of keys, added
 QUERIES = "mla_queries"  # a layer each for the queries' two parts, gate
@@ -114,3 +115,15 @@ def mask_of_keys_scaled_by_position(e: Editor) -> None:
 @mutant(SUM)
 def masks_subtracted(e: Editor) -> None:
     e.op("node_add_217", "Sub")
+
+
+@mutant(LATENTS)
+def latents_one_place_on(e: Editor) -> None:
+    node = next(n for n in e.graph.node if n.op_type == "ScatterND")
+    e.read(node.name, 1, e.make("Add", node.input[1], e.const(1, np.int64)))
+
+
+@mutant(LATENTS)
+def cached_rotary_keys_negated(e: Editor) -> None:
+    node = [n for n in e.graph.node if n.op_type == "ScatterND"][1]
+    e.read(node.name, 0, e.make("Neg", node.input[0]))
