@@ -19,6 +19,8 @@ class JoinSoftmax(Pass):
     needs = frozenset({"folded", "types"})
 
     def run(self, model: ir.Model, report: PassReport) -> None:
+        if model.graph.opset_imports.get("", 13) < 13:
+            return  # Softmax was over all axes from its own on
         view = GraphView(model.graph)
         for node in list(model.graph):
             found = _softmax_of(view, node)
