@@ -135,7 +135,9 @@ def _quantize(
     seen = None
     for use, _ in uses:
         if use.activation is not None:
-            seen = seen or statistics.get(use.activation.name or "")
+            found = statistics.get(use.activation.name or "")
+            if found is not None and len(found.mean_square) == rows.shape[1]:  # else of another model
+                seen = seen or found
     if statistics and seen is None:
         log(f"{weight.name}: the calibration has nothing of its product's input: rounded to nearest")
     value, after, error = _stored_value(model, weight, rows, scheme, tensor.dtype, seen, names)

@@ -118,8 +118,11 @@ def quantize_experts(
             log(f"{node.name}: {variable[0]}_weight is not a constant")
             continue
         seen = statistics.get(inputs["x"].name or "")
+        if seen is not None and len(seen.mean_square) != config.hidden_size:
+            seen = None  # of another model, in which the name means something else
         if statistics and seen is None:
-            log(f"{node.name}: the calibration has nothing of {inputs['x'].name!r}: rounded to nearest")
+            hint = "rounded to nearest (a calibration of the fused model has it)"
+            log(f"{node.name}: the calibration has nothing of {inputs['x'].name!r}: {hint}")
         for name in changes:
             before = inputs[f"{name}_weight"]
             use = seen if name.endswith("gate_up") else None

@@ -102,6 +102,10 @@ def fuse(
     pipeline = _pipeline()
 
     def run(loaded: ir.Model) -> FusionReport:
+        if calibration is not None:
+            from .calibration import check_fits
+
+            check_fits(calibration, loaded)
         too_new = runtimes.model_refusal(loaded.opset_imports.get("", 0), loaded.ir_version or 0, ort_version)
         done = pipeline(
             loaded, verify=verify, target=target, dry_run=dry_run, proof_budget=budget, progress=progress, **options

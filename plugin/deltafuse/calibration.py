@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
@@ -131,10 +132,19 @@ def load(path: str | os.PathLike[str]) -> Calibration:
             if "index" not in file:
                 raise KeyError("it has no array 'index'; `deltafuse calibrate` writes such files")
             index = json.loads(str(file["index"]))
+            if not isinstance(index, dict) or not {"format", "version"} <= index.keys():
+                raise ValueError("its index names no format and version")
             if index["format"] != FORMAT or index["version"] != VERSION:
                 raise OptionError(f"{path} is a {index['format']} of version {index['version']}: expected {VERSION}")
             made = Calibration(index["model"], index["sequences"], index["tokens"], index["seed"])
             for number, entry in enumerate(index["tensors"]):
+                for kind in ("amax", "mean_square"):
+                    found = file[f"{kind}.{number}"]
+                    if found.dtype.kind != "f" or found.shape != (entry["channels"],):
+                        expected = f"expected {entry['channels']} numbers"
+                        raise ValueError(
+                            f"array '{kind}.{number}' is of type {found.dtype}, shape {found.shape}: {expected}"
+                        )
                 made.tensors[entry["name"]] = TensorStatistics(
                     entry["name"],
                     entry["kinds"],
@@ -149,6 +159,30 @@ def load(path: str | os.PathLike[str]) -> Calibration:
             raise
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise OptionError(f"{path} is no file of calibration statistics: {reason}") from error
+
+
+def check_fits(path: str | os.PathLike[str], model: ir.Model) -> None:
+    """Check that statistics can be of this model: they name values of it, with as many channels.
+
+    Raises:
+        OptionError: they are of another model, or are none.
+    """
+    found = load(path)
+    values = {value.name: value for value in (*model.graph.inputs, *(v for n in model.graph for v in n.outputs))}
+    what = (
+        f"{path} is of another model ({os.path.basename(found.model)})"
+        if found.model
+        else f"{path} is of another model"
+    )
+    known = [entry for entry in found.tensors.values() if entry.name in values]
+    if not known:
+        raise OptionError(f"calibration: {what}: this one has none of its {len(found.tensors)} values")
+    for entry in known:
+        shape = values[entry.name].shape
+        size = shape[-1] if shape is not None and len(shape) else None
+        if isinstance(size, int) and size != len(entry.mean_square):
+            here = f"{len(entry.mean_square)} channels there and {size} here"
+            raise OptionError(f"calibration: {what}: {entry.name!r} has {here}")
 
 
 def calibrate(

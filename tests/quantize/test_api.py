@@ -66,6 +66,33 @@ def test_calibrated(path: Path, tmp_path: Path) -> None:
     assert {"layer0.in", "layer0.gemm", "layer0.moe.gate_up", "layer0.moe.shared_gate_up"} < known and len(known) == 5
 
 
+def test_a_calibration_of_another_model_is_refused(path: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.npz"
+    calibrate(path, samples=2, tokens=16).save(data)
+    with np.load(data) as file:
+        arrays = dict(file)
+    index = json.loads(str(arrays["index"]))
+
+    def changed(**values: object) -> None:
+        np.savez(data, **{**arrays, **{name.replace("_0", ".0"): value for name, value in values.items()}})
+
+    def refused(message: str) -> None:
+        with pytest.raises(OptionError, match=message):
+            deltafuse.fuse(path, quantize="experts=int4:128", calibration=data)
+
+    entry = index["tensors"][0]
+    channels = entry["channels"]
+    other = json.dumps({**index, "tensors": [{**entry, "channels": 7}]})
+    changed(index=np.array(other), amax_0=np.ones(7, np.float32), mean_square_0=np.ones(7, np.float32))
+    refused(f"is of another model .*: '{entry['name']}' has 7 channels there and {channels} here")
+    changed(index=np.array(json.dumps({**index, "tensors": [{**entry, "name": "elsewhere"}]})))
+    refused("is of another model .*: this one has none of its 1 values")
+    changed(amax_0=np.array(["text"]))
+    refused(f"array 'amax.0' is of type <U4, shape ..,.: expected {channels} numbers")
+    changed(index=np.array('{"a": 1}'))
+    refused("its index names no format and version")
+
+
 def test_the_command(path: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.onnx"
     args = ["fuse", str(path), "-o", str(output), "--quantize", "experts=int4:128", "--json"]

@@ -110,6 +110,16 @@ def test_blocks_wider_than_the_rows_are_whole_rows() -> None:
     run(model, tokens())
 
 
+def test_statistics_with_other_channels_are_not_used() -> None:
+    """A value of that name in another model: without shapes in the graph only the weights can tell."""
+    model = layer_model()
+    inputs = {value.name for node in model.graph for value in node.inputs if value is not None}
+    statistics = {name: Statistics(np.ones(3)) for name in inputs if name}
+    result = quantized(model, "experts=int4:32,dense=int4:32", statistics).result
+    assert result.tensors and not any(tensor.calibrated for tensor in result.tensors)
+    assert any("the calibration has nothing of" in note for note in result.notes)
+
+
 def test_what_is_quantized_already_is_left_alone() -> None:
     model = layer_model()
     quantized(model, "experts=int4:128")
