@@ -111,7 +111,7 @@ def _mixed(
         except _NoClosedForm:
             closed = None
         (rest if closed is None or closed.operand is not None else known).append(part)
-    if len(rest) != 1 or not known:
+    if len(rest) != 1 or not known or len(rest[0].value.shape or ()) != 4:
         return None
     try:
         made = _closed(view, symbolic, known, causal, offset, tokens)
