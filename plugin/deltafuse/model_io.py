@@ -94,10 +94,15 @@ def _from_proto(proto: onnx.ModelProto, what: str, base_dir: str | os.PathLike[s
         raise NotOnnxError(f"{what} is not an ONNX model: it holds no graph")
     if proto.ir_version < 1:
         raise NotOnnxError(f"{what} is not an ONNX model: it has no ir_version")
+    complaints = logging.getLogger("onnx_ir.serde")  # of damaged models, which _check_graph names in one line
+    level = complaints.level
+    complaints.setLevel(logging.ERROR)
     try:
         model = ir.from_proto(proto)
     except Exception as error:  # onnx-ir raises many kinds for malformed graphs
         raise NotOnnxError(f"{what} is damaged: {one_line(error)}") from error
+    finally:
+        complaints.setLevel(level)
     # Absolute, so that weights which are read later are found from any current folder; and an empty base_dir would
     # switch off onnx-ir's check that data files lie in the model's folder.
     folder = os.path.abspath(base_dir or os.curdir)

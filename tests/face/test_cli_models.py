@@ -144,7 +144,7 @@ def test_run(models: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     code, found = as_json("run", models["decode_fused"], "--tokens", "3,1,4,1,5", "-o", out)
     assert code == 0 and found["steps"] == 5 and len(found["outputs"]) == 5 and len(found["next_tokens"]) == 5
-    assert sum(found["nodes"].values()) > 100
+    assert sum(found["nodes"].values()) > 50
     with np.load(out) as arrays:
         logits = arrays["linear_19"]
         assert int(np.argmax(logits[0, -1])) == found["next_tokens"][0]

@@ -252,12 +252,13 @@ BROKEN: dict[str, tuple[Callable[[onnx.GraphProto], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_graphs(path: Path, proto: onnx.ModelProto, name: str) -> None:
+def test_broken_graphs(path: Path, proto: onnx.ModelProto, name: str, caplog: pytest.LogCaptureFixture) -> None:
     damage, expected = BROKEN[name]
     damage(proto.graph)
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(NotOnnxError, match=expected):
         model_io.load(path)
+    assert not caplog.records, "the error is the only line"
 
 
 def test_small_external_tensors_are_read(external_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from exports import library
 from olive_kit import Made, error, run, workflow, written
 
-DECODE = "glm5_decode"  # two KDA layers, MoE, 618 KB
+DECODE = "glm5_decode"  # two KDA layers, one MoE, 618 KB
 SURGERY = {"type": "GraphSurgeries", "surgeries": [{"surgeon": "ExposeOutputs", "names": []}]}  # changes nothing
 FUSE = {"type": "DeltaFuse", "require": {"kda": 2}}
 
@@ -132,7 +132,7 @@ def test_evaluator_on_the_plugin(decode: Path, tmp_path: Path, monkeypatch: pyte
         "evaluator": "e",
         "evaluate_input_model": False,
     }
-    for folder, options, expected in (("plugin", {"use_plugin": True}, 2), ("plain", {}, 0)):
+    for folder, options, expected in (("plugin", {"use_plugin": True}, 3), ("plain", {}, 0)):
         run(model, tmp_path / folder, {**FUSE, **options})
         deltafuse.unregister()
         with monkeypatch.context() as patch:
