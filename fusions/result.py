@@ -121,6 +121,8 @@ class FusionReport:
     input_kind: str = "ir"  # "path" | "proto" | "ir" | "graphsurgeon"
     ir_version: int = 0  # the source's
     opsets: dict[str, int] = field(default_factory=dict)  # the source's, by domain
+    source_bytes: int = 0  # 0: not from a file
+    source_data_bytes: int = 0  # of its external data files
     output_bytes: int = 0
     output_data: str = ""  # the external data file beside output
     output_data_bytes: int = 0

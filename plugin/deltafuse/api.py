@@ -137,6 +137,8 @@ def _fuse(
     loaded = model_io.load(model, base_dir)
     load_seconds = time.perf_counter() - start
     check_clashes(loaded.path, loaded.data_files, _path(output), _path(report))
+    # now: the output may take the place of the source
+    sizes = [sum(map(os.path.getsize, files)) for files in (filter(None, [loaded.path]), loaded.data_files)]
     try:
         done = run(loaded.model)
     except Exception as error:
@@ -149,6 +151,7 @@ def _fuse(
     done.ir_version, done.opsets = loaded.model.ir_version, dict(loaded.model.opset_imports)
     done.source = str(loaded.path) if loaded.path is not None else loaded.model.graph.name or ""
     done.already_fused = already_fused(loaded.model)
+    done.source_bytes, done.source_data_bytes = sizes
     done.warnings[:0] = loaded.warnings
     done.passes.insert(0, PassReport("load", seconds=load_seconds))
     missing = missing_from(done, require)

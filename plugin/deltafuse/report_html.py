@@ -219,10 +219,9 @@ def _ort_version() -> str:
 def _sizes(report: FusionReport) -> Html:
     rows = [[text("nodes"), number(report.nodes_before), number(report.nodes_after)]]
     if report.output:
-        before = _file_size(report.source)
-        rows.append([text("model file"), text(before), text(show.size(report.output_bytes))])
-        if report.output_data:
-            rows.append([text("weights beside it"), text("–"), text(show.size(report.output_data_bytes))])
+        rows.append([text("model file"), _size(report.source_bytes), _size(report.output_bytes)])
+        if report.source_data_bytes or report.output_data_bytes:
+            rows.append([text("weights beside it"), _size(report.source_data_bytes), _size(report.output_data_bytes)])
     files = [("read", code(report.source))] if report.source else []
     if report.output:
         files.append(("written", code(report.output)))
@@ -233,11 +232,8 @@ def _sizes(report: FusionReport) -> Html:
     return join([table(["", "before", "after"], rows, (1, 2)), pairs(files)])
 
 
-def _file_size(path: str) -> str:
-    try:
-        return show.size(os.path.getsize(path))
-    except (OSError, ValueError):
-        return "–"
+def _size(count: int) -> Html:
+    return text(show.size(count) if count else "–")
 
 
 def _quantized(report: FusionReport) -> Html:

@@ -76,7 +76,7 @@ def test_figures_are_in_sight_on_a_phone(page: Page, tmp_path: Path) -> None:
         path, FusionReport(), hostile.model(), measured=report_html.read_measured([tmp_path / "bench.json"])
     )
     page.show(path, 390)
-    for part in ("times", "placement"):
+    for part in ("times", "placement", "operators"):
         hidden = f"[...document.querySelectorAll('#{part} .scroll')].map(e => e.scrollWidth - e.clientWidth)"
         found = page.evaluate(hidden)
         assert found and max(found) <= 0, (part, found)

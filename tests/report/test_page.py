@@ -11,7 +11,7 @@ from pathlib import Path
 import deltafuse
 import onnx_ir as ir
 import pytest
-from deltafuse import report_html
+from deltafuse import report_html, show
 from deltafuse.assigned import Assignment, NodeAssignment
 from deltafuse.cli import app
 from deltafuse.fusions.result import FusionReport, QuantizationReport, QuantizedTensor
@@ -225,6 +225,18 @@ def test_the_model_is_of_any_kind(tmp_path: Path) -> None:
     assert len(set(pages)) == 1
     with pytest.raises(deltafuse.DeltaFuseError, match="no such file"):
         report_html.write(tmp_path / "page.html", FusionReport(), tmp_path / "absent.onnx")
+
+
+def test_sizes_before_are_those_of_the_source(tmp_path: Path) -> None:
+    """Also where the output took its place, and with weights beside it."""
+    path = unpack("mla_two", tmp_path)
+    ir.save(ir.load(path), str(path), external_data="weights", size_threshold_bytes=1024)
+    before = path.stat().st_size, (tmp_path / "weights").stat().st_size
+    report = deltafuse.fuse(path, path, report=tmp_path / "page.html")
+    assert (report.source_bytes, report.source_data_bytes) == before
+    assert report.output_bytes == path.stat().st_size != before[0]
+    text = (tmp_path / "page.html").read_text()
+    assert all(show.size(count) in text for count in (*before, report.output_bytes))
 
 
 def test_who_runs_what() -> None:
