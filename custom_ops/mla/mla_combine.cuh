@@ -1,12 +1,11 @@
-// Decode's second kernel: the parts of a sequence become its output, in an order that only its length decides. Leaves
-// are first gathered into sections, as decode_kernel does where it makes whole sections, operation for operation;
-// sections are dealt to four sums.
+// Decode's second kernel: the parts of a sequence become its output, in an order that only its length decides. What
+// blocks of decode_kernel would have joined themselves, had their parts been larger, is joined here with the same
+// operations (mla_sums.cuh): tiles into sections, sections into chapters, chapters into the sequence.
 //
-// A part's 512 x 32 sums lie in the order of decode_kernel's accumulators: 128 rows of 32 lanes' float4, which are two
-// channels (8 apart) of two query rows each.
+// A part's 512 x rows sums lie in the order of decode_kernel's accumulators: slot rows of 32 lanes' four sums.
 #pragma once
 
-#include "mla_device.cuh"
+#include "mla_sums.cuh"
 
 namespace deltafuse::mla {
 
@@ -17,189 +16,254 @@ struct CombineArgs {
 
 namespace combine {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kRows = kDecodeRows, kSums = 4;
-constexpr int kSlotRows = kLatent * kRows / 128;  // of a part
-constexpr int kLeavesOfSection = Cut::kSection / Cut::kTile;
+constexpr int kThreads = 512, kWarps = kThreads / 32, kAhead = 8;
 
-inline int leaf_bytes(int items) { return 4 * kRows * items * 4 + 16 * 32 * (items + kSums); }
-inline int section_bytes(int items) { return 4 * kRows * items * 2; }
-
-// Where a lane's float4 of a slot row belongs: channels `channel` and + 8, query rows `row` and + 1.
+// Where a lane's four sums of a slot row belong: channels `channel` and + 8, query rows `row` and + 1.
+template <int kRows>
 struct Slot {
+  static constexpr int kCount = kLatent * kRows / 128;  // of a part
   int channel, row;
   __device__ explicit Slot(int slot_row) {
-    const int lane = threadIdx.x % 32;
-    channel = slot_row / 16 * 64 + slot_row / 4 % 4 * 16 + lane / 4;
-    row = slot_row % 4 * 8 + lane % 4 * 2;
+    const int lane = threadIdx.x % 32, above = slot_row / (kRows / 8);
+    channel = above / 4 * 64 + above % 4 * 16 + lane / 4;
+    row = slot_row % (kRows / 8) * 8 + lane % 4 * 2;
   }
 };
 
-// x * a + y for two query rows.
-__device__ __forceinline__ float4 fma(float4 x, float2 a, float4 y) {
-  return make_float4(__fmaf_rn(x.x, a.x, y.x), __fmaf_rn(x.y, a.y, y.y), __fmaf_rn(x.z, a.x, y.z),
-                     __fmaf_rn(x.w, a.y, y.w));
-}
-__device__ __forceinline__ float4 mul(float4 x, float2 a) {
-  return make_float4(__fmul_rn(x.x, a.x), __fmul_rn(x.y, a.y), __fmul_rn(x.z, a.x), __fmul_rn(x.w, a.y));
-}
-__device__ __forceinline__ float4 add(float4 x, float4 y) {
-  return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
-}
-
-// Sections' maxima become the factors of their sums; inverses: of the sums of all weights. One lane a query row.
-__device__ __forceinline__ void weigh_sections(float* top, const float* sum, int sections, float* inverses) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float largest = -INFINITY;
-#pragma unroll 8
-  for (int s = 0; s < sections; ++s) largest = fmaxf(largest, top[s * kRows + lane]);
-  __syncthreads();
-  for (int s = warp; s < sections; s += kWarps) top[s * kRows + lane] = ratio(top[s * kRows + lane], largest);
-  __syncthreads();
-  if (warp == kWarps - 1) {
-    float denominator = 0.0f;
-#pragma unroll 8
-    for (int s = 0; s < sections; ++s) {
-      denominator = __fmaf_rn(sum[s * kRows + lane], top[s * kRows + lane], denominator);
-    }
-    inverses[lane] = denominator > 0.0f ? 1.0f / denominator : 0.0f;
+// The sums of a lane so far: total = total * keep + x * add, factors of the lane's two query rows.
+struct Sums {
+  float4 x = {};
+  __device__ __forceinline__ void join(float4 y, float2 keep, float2 add) {
+    x.x = joined(x.x, y.x, keep.x, add.x), x.y = joined(x.y, y.y, keep.y, add.y);
+    x.z = joined(x.z, y.z, keep.x, add.x), x.w = joined(x.w, y.w, keep.y, add.y);
   }
-}
+  template <typename T>
+  __device__ __forceinline__ float4 rounded() const {
+    return travelled<T>(x.x, x.y, x.z, x.w);
+  }
+};
 
 template <typename T>
-__device__ __forceinline__ void store(const DecodeArgs& a, int64_t b, int first_row, const Slot& slot, float4 x) {
+__device__ __forceinline__ void store(const DecodeArgs& a, int64_t b, int first_row, int channel, int slot_row,
+                                      float4 x) {
   float scale0 = 1.0f, scale1 = 1.0f;
-  if (a.cache.type == CacheType::kInt8) scale0 = a.cache.scale[slot.channel], scale1 = a.cache.scale[slot.channel + 8];
-  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads, row = first_row + slot.row;
-  T* to = static_cast<T*>(a.o_latent) + (b * rows + row) * kLatent + slot.channel;
+  if (a.cache.type == CacheType::kInt8) scale0 = a.cache.scale[channel], scale1 = a.cache.scale[channel + 8];
+  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads, row = first_row + slot_row;
+  T* to = static_cast<T*>(a.o_latent) + (b * rows + row) * kLatent + channel;
   if (row < rows) to[0] = from_float<T>(x.x * scale0), to[8] = from_float<T>(x.z * scale1);
   if (row + 1 < rows) to[kLatent] = from_float<T>(x.y * scale0), to[kLatent + 8] = from_float<T>(x.w * scale1);
 }
 
+// How groups join chapters, and chapters the sequence: factors by group and query row, the second pair at the ends of
+// chapters only.
+template <int kRows>
+struct Joint {
+  float keep[kRows], add[kRows], chapter_keep[kRows], chapter_add[kRows];
+};
+
+// One lane a query row (`row`), in order over all groups. top(i), sum(i): what is known of a group.
+template <int kRows, typename Top, typename SumOf>
+__device__ __forceinline__ void join_all(Joint<kRows>* joints, float* inverses, int row, int groups, int per_chapter,
+                                         Top top, SumOf sum) {
+  Total chapter, whole;
+  int in_chapter = 0;
+#pragma unroll 4
+  for (int i = 0; i < groups; ++i) {
+    const Factors f = chapter.raise(top(i));
+    joints[i].keep[row] = f.keep, joints[i].add[row] = f.add;
+    chapter.join(sum(i), f);
+    if (++in_chapter == per_chapter || i == groups - 1) {
+      const Factors g = whole.raise(chapter.top);
+      joints[i].chapter_keep[row] = g.keep, joints[i].chapter_add[row] = g.add;
+      whole.join(chapter.sum, g);
+      chapter = Total{}, in_chapter = 0;
+    }
+  }
+  inverses[row] = whole.sum > 0.0f ? 1.0f / whole.sum : 0.0f;
+}
+
+// The same for the sums themselves; group(i): a lane's four, rounded to what travels.
+template <typename T, int kRows, typename Group>
+__device__ __forceinline__ float4 join_all(const Joint<kRows>* joints, const float* inverses, int row, int groups,
+                                           int per_chapter, Group group) {
+  Sums chapter, whole;
+  int in_chapter = 0;
+#pragma unroll 4
+  for (int i = 0; i < groups; ++i) {
+    const Joint<kRows>& j = joints[i];
+    chapter.join(group(i), *reinterpret_cast<const float2*>(j.keep + row),
+                 *reinterpret_cast<const float2*>(j.add + row));
+    if (++in_chapter == per_chapter || i == groups - 1) {
+      whole.join(chapter.rounded<T>(), *reinterpret_cast<const float2*>(j.chapter_keep + row),
+                 *reinterpret_cast<const float2*>(j.chapter_add + row));
+      chapter = Sums{}, in_chapter = 0;
+    }
+  }
+  const float2 by = *reinterpret_cast<const float2*>(inverses + row);
+  return make_float4(whole.x.x * by.x, whole.x.y * by.y, whole.x.z * by.x, whole.x.w * by.y);
+}
+
+// How many groups of parts join chapters, and how many of them a chapter has.
+struct Groups {
+  int parts, per_group, count, per_chapter;
+  __device__ Groups(const DecodeArgs& a, int64_t b, bool gather) {
+    const Cut cut = Cut::of(static_cast<int>(a.lengths.total(b)), static_cast<int>(a.p.seq_len), a.p.window, a.plan.chapter_tiles);
+    const Grain grain = a.plan.grain;
+    parts = cut.parts(grain);
+    const bool tiles = grain == Grain::kTile && cut.short_one() && cut.section > 1;
+    if (tiles) {
+      per_group = cut.section, per_chapter = cut.chapter;
+    } else if (grain == Grain::kChapter || !gather) {
+      per_group = 1, per_chapter = grain == Grain::kChapter ? 1 : cut.chapter;
+    } else {
+      per_group = cut.chapter, per_chapter = 1;
+    }
+    count = Cut::over(parts, per_group);
+  }
+};
+
+// Groups: of tiles at most 128 / 8, of sections at most as many as there may be chapters.
+inline int spread_bytes(int rows, int parts) {
+  return (parts < Cut::kMaxChapters ? parts : Cut::kMaxChapters) * (rows * (16 + 8) + 32 * 16);
+}
+inline int serial_bytes(int rows, int parts) { return parts * rows * (16 + 8); }
+
 }  // namespace combine
 
-// One block makes a slot row; a warp gathers a section.
-template <typename T>
-__global__ void __launch_bounds__(combine::kThreads) combine_leaves_kernel(const CombineArgs k) {
+// Few sequences of many parts: a block makes a slot row, and its warps gather groups of parts.
+template <typename T, int kRows>
+__global__ void __launch_bounds__(combine::kThreads) combine_spread_kernel(const CombineArgs k) {
   using namespace combine;
-  extern __shared__ __align__(16) float shared[];
+  using Four = typename Travel<T>::Four;
+  extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float inverses[kRows];
   const DecodeArgs& a = k.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_block = blockIdx.y;
-  const int64_t b = blockIdx.z, at = (b * k.row_blocks + row_block) * a.items;
-  const Slot slot(blockIdx.x);
+  const int64_t b = blockIdx.z, at = (b * k.row_blocks + row_block) * a.plan.parts;
+  const Slot<kRows> slot(blockIdx.x);
   ptx::launch_dependents();
-  const Cut cut = Cut::of(a.lengths.total(b), a.p.seq_len, a.p.window);
-  const int items = cut.leaves, per_section = cut.leaves_per_section;
-  float4* gathered = reinterpret_cast<float4*>(shared);         // [sections][32]
-  float4* joined = gathered + a.items * 32;                     // [kSums][32]
-  float* pair = reinterpret_cast<float*>(joined + kSums * 32);  // [items][2][32]: maximum and sum, then keep and add
-  float* top = pair + a.items * 2 * kRows;                      // [sections][32]
-  float* sum = top + a.items * kRows;                           // [sections][32]
-  const float4* stats = reinterpret_cast<const float4*>(a.stats + at * 2 * kRows);
-  const float4* partial = reinterpret_cast<const float4*>(a.partial) + (at * kSlotRows + blockIdx.x) * 32 + lane;
+  const Groups groups(a, b, true);
+  float4* gathered = reinterpret_cast<float4*>(shared);                     // [groups][32]
+  auto* joints = reinterpret_cast<Joint<kRows>*>(gathered + groups.count * 32);
+  float* top = reinterpret_cast<float*>(joints + groups.count);             // [groups][rows]
+  float* sum = top + groups.count * kRows;                                  // [groups][rows]
+  const float* stats = a.stats + at * 2 * kRows + lane;
+  const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + blockIdx.x) * 32 + lane;
   ptx::wait_prior_grid();
-  for (int i = threadIdx.x; i < items * kRows / 2; i += kThreads) reinterpret_cast<float4*>(pair)[i] = stats[i];
-  // The first sums are on their way while their weights are made.
-  float4 ahead[kLeavesOfSection];
-  auto fetch = [&](int section) {
+  for (int group = warp; group < groups.count; group += kWarps) {
+    const int from = group * groups.per_group;
+    const int to = min(from + groups.per_group, groups.parts);
+    Sums sums;
+    Total total[kRows / 32];
+    for (int first = from; first < to; first += kAhead) {
+      // All of these are on their way before the first is used.
+      Four ahead[kAhead];
+      float tops[kAhead][kRows / 32], part_sums[kAhead][kRows / 32];
 #pragma unroll
-    for (int i = 0; i < kLeavesOfSection; ++i) {
-      const int item = section * per_section + i;
-      ahead[i] = float4{};
-      if (section < cut.sections && i < per_section && item < items) ahead[i] = partial[int64_t(item) * kSlotRows * 32];
-    }
-  };
-  fetch(warp);
-  __syncthreads();
-  for (int section = warp; section < cut.sections; section += kWarps) {
-    const int from = section * per_section, to = from + per_section < items ? from + per_section : items;
-    float total_top = pair[from * 2 * kRows + lane], total_sum = pair[(from * 2 + 1) * kRows + lane];
-    for (int i = from + 1; i < to; ++i) {
-      const float leaf_top = pair[i * 2 * kRows + lane], leaf_sum = pair[(i * 2 + 1) * kRows + lane];
-      const float both = fmaxf(total_top, leaf_top), keep = ratio(total_top, both), add = ratio(leaf_top, both);
-      total_sum = __fmaf_rn(leaf_sum, add, __fmul_rn(total_sum, keep));
-      total_top = both;
-      pair[i * 2 * kRows + lane] = keep;
-      pair[(i * 2 + 1) * kRows + lane] = add;
-    }
-    top[section * kRows + lane] = total_top;
-    sum[section * kRows + lane] = total_sum;
-    __syncwarp();
-    if (section != warp) fetch(section);
-    float4 total = add(ahead[0], float4{});  // as decode_kernel's first leaf, zeros' signs included
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + i >= to) continue;
 #pragma unroll
-    for (int i = 1; i < kLeavesOfSection; ++i) {
-      const int item = from + i;
-      if (i >= per_section || item >= items) break;
-      const float2 keep = *reinterpret_cast<const float2*>(pair + item * 2 * kRows + slot.row);
-      const float2 plus = *reinterpret_cast<const float2*>(pair + (item * 2 + 1) * kRows + slot.row);
-      total = fma(ahead[i], plus, mul(total, keep));
+        for (int r = 0; r < kRows / 32; ++r) {
+          tops[i][r] = stats[int64_t(first + i) * 2 * kRows + r * 32];
+          part_sums[i][r] = stats[(int64_t(first + i) * 2 + 1) * kRows + r * 32];
+        }
+        ahead[i] = partial[int64_t(first + i) * Slot<kRows>::kCount * 32];
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + i >= to) break;
+        Factors f[kRows / 32];
+#pragma unroll
+        for (int r = 0; r < kRows / 32; ++r) {
+          f[r] = total[r].raise(tops[i][r]);
+          total[r].join(part_sums[i][r], f[r]);
+        }
+        // The factors of this lane's two query rows, from the lanes that made them.
+        const bool upper = kRows == 64 && slot.row >= 32;
+        const float keep = upper ? f[kRows / 32 - 1].keep : f[0].keep, add = upper ? f[kRows / 32 - 1].add : f[0].add;
+        const int row = slot.row % 32;
+        const float2 keeps = make_float2(__shfl_sync(~0u, keep, row), __shfl_sync(~0u, keep, row + 1));
+        const float2 adds = make_float2(__shfl_sync(~0u, add, row), __shfl_sync(~0u, add, row + 1));
+        sums.join(Travel<T>::unpack(ahead[i]), keeps, adds);
+      }
     }
-    gathered[section * 32 + lane] = total;
-  }
-  __syncthreads();
-  weigh_sections(top, sum, cut.sections, inverses);
-  if (warp < kSums) {
-    float4 mine = {};
-    for (int s = warp; s < cut.sections; s += kSums) {
-      mine = fma(gathered[s * 32 + lane], *reinterpret_cast<const float2*>(top + s * kRows + slot.row), mine);
+    gathered[group * 32 + lane] = sums.rounded<T>();
+#pragma unroll
+    for (int r = 0; r < kRows / 32; ++r) {
+      top[group * kRows + r * 32 + lane] = total[r].top;
+      sum[group * kRows + r * 32 + lane] = total[r].sum;
     }
-    joined[warp * 32 + lane] = mine;
   }
   __syncthreads();
   if (warp > 0) return;
-  float4 x = joined[lane];
-#pragma unroll
-  for (int s = 1; s < kSums; ++s) x = add(x, joined[s * 32 + lane]);
-  store<T>(a, b, row_block * kRows, slot, mul(x, *reinterpret_cast<const float2*>(inverses + slot.row)));
+  // Every lane of the first warp; those of 64 rows that the slot row has none of are left out.
+  const int row = slot.row / 32 * 32 + lane;
+  join_all<kRows>(
+      joints, inverses, row, groups.count, groups.per_chapter, [&](int i) { return top[i * kRows + row]; },
+      [&](int i) { return sum[i * kRows + row]; });
+  __syncwarp();
+  const float4 x = join_all<T, kRows>(joints, inverses, slot.row, groups.count, groups.per_chapter,
+                                      [&](int i) { return gathered[i * 32 + lane]; });
+  store<T>(a, b, row_block * kRows, slot.channel, slot.row, x);
 }
 
-// A warp makes a slot row.
-template <typename T>
-__global__ void __launch_bounds__(combine::kThreads) combine_sections_kernel(const CombineArgs k) {
+// Many sequences of few parts: a warp makes a slot row.
+template <typename T, int kRows>
+__global__ void __launch_bounds__(combine::kThreads) combine_serial_kernel(const CombineArgs k) {
   using namespace combine;
-  extern __shared__ __align__(16) float shared[];
+  using Four = typename Travel<T>::Four;
+  extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float inverses[kRows];
   const DecodeArgs& a = k.a;
   const int lane = threadIdx.x % 32, slot_row = blockIdx.x * kWarps + threadIdx.x / 32, row_block = blockIdx.y;
-  const int64_t b = blockIdx.z, at = (b * k.row_blocks + row_block) * a.items;
-  const Slot slot(slot_row);
+  const int64_t b = blockIdx.z, at = (b * k.row_blocks + row_block) * a.plan.parts;
+  const Slot<kRows> slot(slot_row);
   ptx::launch_dependents();
-  const int sections = Cut::of(a.lengths.total(b), a.p.seq_len, a.p.window).sections;
-  float* top = shared;                 // [sections][32]
-  float* sum = top + a.items * kRows;  // [sections][32]
+  const Groups groups(a, b, false);
+  auto* joints = reinterpret_cast<Joint<kRows>*>(shared);
+  float* known = reinterpret_cast<float*>(joints + groups.count);  // [parts][2][rows]
   const float* stats = a.stats + at * 2 * kRows;
-  const float4* partial = reinterpret_cast<const float4*>(a.partial) + (at * kSlotRows + slot_row) * 32 + lane;
+  const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + slot_row) * 32 + lane;
   ptx::wait_prior_grid();
-  for (int i = threadIdx.x; i < sections * kRows; i += kThreads) {
-    top[i] = stats[i / kRows * 2 * kRows + i % kRows];
-    sum[i] = stats[(i / kRows * 2 + 1) * kRows + i % kRows];
-  }
-  constexpr int kAhead = 8;
-  float4 ahead[kAhead];
-  auto fetch = [&](int first) {
+  // The first sums are on their way while their factors are made.
+  Four ahead[kAhead];
 #pragma unroll
-    for (int s = 0; s < kAhead; ++s) {
-      ahead[s] = float4{};
-      if (first + s < sections) ahead[s] = partial[int64_t(first + s) * kSlotRows * 32];
-    }
-  };
-  fetch(0);
+  for (int i = 0; i < kAhead; ++i) {
+    if (i < groups.count) ahead[i] = partial[int64_t(i) * Slot<kRows>::kCount * 32];
+  }
+  for (int i = threadIdx.x; i < groups.count * 2 * kRows; i += kThreads) known[i] = stats[i];
   __syncthreads();
-  weigh_sections(top, sum, sections, inverses);
-  float4 sums[kSums] = {};
-  for (int first = 0; first < sections; first += kAhead) {
-    if (first > 0) fetch(first);
-#pragma unroll
-    for (int s = 0; s < kAhead; ++s) {
-      if (first + s >= sections) break;
-      const float2 weight = *reinterpret_cast<const float2*>(top + (first + s) * kRows + slot.row);
-      sums[s % kSums] = fma(add(ahead[s], float4{}), weight, sums[s % kSums]);
-    }
+  if (threadIdx.x < kRows) {
+    const float* mine = known + threadIdx.x;
+    join_all<kRows>(
+        joints, inverses, threadIdx.x, groups.count, groups.per_chapter, [&](int i) { return mine[i * 2 * kRows]; },
+        [&](int i) { return mine[(i * 2 + 1) * kRows]; });
   }
-  __syncthreads();  // inverses
-  const float4 x = add(add(add(sums[0], sums[1]), sums[2]), sums[3]);
-  store<T>(a, b, row_block * kRows, slot, mul(x, *reinterpret_cast<const float2*>(inverses + slot.row)));
+  __syncthreads();
+  float4 x;
+  if (groups.count <= kAhead) {
+    Sums chapter, whole;
+    int in_chapter = 0;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i >= groups.count) break;
+      const Joint<kRows>& j = joints[i];
+      chapter.join(Travel<T>::unpack(ahead[i]), *reinterpret_cast<const float2*>(j.keep + slot.row),
+                   *reinterpret_cast<const float2*>(j.add + slot.row));
+      if (++in_chapter == groups.per_chapter || i == groups.count - 1) {
+        whole.join(chapter.rounded<T>(), *reinterpret_cast<const float2*>(j.chapter_keep + slot.row),
+                   *reinterpret_cast<const float2*>(j.chapter_add + slot.row));
+        chapter = Sums{}, in_chapter = 0;
+      }
+    }
+    const float2 by = *reinterpret_cast<const float2*>(inverses + slot.row);
+    x = make_float4(whole.x.x * by.x, whole.x.y * by.y, whole.x.z * by.x, whole.x.w * by.y);
+  } else {
+    x = join_all<T, kRows>(joints, inverses, slot.row, groups.count, groups.per_chapter, [&](int i) {
+      return Travel<T>::unpack(partial[int64_t(i) * Slot<kRows>::kCount * 32]);
+    });
+  }
+  store<T>(a, b, row_block * kRows, slot.channel, slot.row, x);
 }
 
 }  // namespace deltafuse::mla

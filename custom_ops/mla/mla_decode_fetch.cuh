@@ -1,106 +1,18 @@
-// Decode's shared memory, its share of the work, and the warpgroup that fetches: by tensor maps, or, for 8-bit caches,
-// by asynchronous copies and a conversion to T. See mla_decode.cuh.
+// The fourth warpgroup of decode: one warp starts the copies of tiles and queries, by tensor maps; where the cache holds
+// 8-bit codes, the other three turn them into T. See mla_decode.cuh.
 #pragma once
 
-#include <cuda.h>
-
-#include "mla_device.cuh"
-#include "mla_wgmma_sm90a.cuh"
+#include "mla_decode_parts.cuh"
 
 namespace deltafuse::mla {
-
-struct DecodeKernelArgs {
-  DecodeArgs a;
-  int row_blocks = 0;
-  int rope_column = 0;  // of the rotated key in its map
-  int box_rows = 64;    // tokens of one fetch
-  int once = 0;         // the cache is larger than what the L2 cache can keep: leave that to the sums
-};
-
-namespace decode {
-
-constexpr int kThreads = 512, kStages = 2, kTile = Cut::kTile, kRows = kDecodeRows;
-constexpr int kBlock = kTile * 128;  // bytes of 64 channels of a tile
-constexpr int kTileBytes = kBlock * (kLatent + kRotary) / 64;
-constexpr int kQueryBlock = kRows * 128;
-constexpr int kQueryBytes = kQueryBlock * (kLatent + kRotary) / 64;
-constexpr int kWeightBytes = kRows * kTile * 2;  // P^T
-constexpr int kRawBytes = kTile * kLatent;       // 8-bit codes of a tile
-constexpr int kChains = 2;                       // sums of the scores' products
-constexpr int kFetchRegisters = 64, kScoreRegisters = 144, kSumRegisters = 152;
-
-struct Small {
-  uint64_t full[kStages], empty[kStages], weights_full[2], weights_empty[2], q_full, q_empty;
-  float rescale[2][kRows];              // of the leaf's sum before this tile
-  float keep[2][kRows], add[2][kRows];  // total = total * keep + leaf * add
-  float largest[2][4][kRows], sums[2][4][kRows], leaf_largest[kRows];
-  float scales[kTile][kLatent / kFloat8Group];
-  int64_t mask_row[kRows];
-};
-constexpr int kSharedBytes = 1024 + kStages * kTileBytes + kQueryBytes + 2 * kWeightBytes + int(sizeof(Small));
-
-}  // namespace decode
 
 #ifdef MLA_SM90A
 namespace decode {
 
-// Operands in shared memory start at addresses that all lanes share; said so, the compiler keeps them in uniform
-// registers.
-__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
-
-__device__ __forceinline__ void zero16(void* p) { *static_cast<uint4*>(p) = uint4{0, 0, 0, 0}; }
-
-// What a block does at a time: one part of a sequence for 32 query rows.
-struct Item {
-  int64_t at;  // its place among the partial sums
-  int b, base, last, begin, end, tiles, leaf_tiles, first_row;
-
-  // `work` counts row blocks first, then parts.
-  __device__ Item(const DecodeKernelArgs& k, const Part& part, int work) {
-    const int row_block = k.row_blocks == 1 ? 0 : work % k.row_blocks;
-    b = part.b, base = part.base, last = part.last, begin = part.begin, end = part.end, leaf_tiles = part.leaf_tiles;
-    tiles = (end - begin + kTile - 1) / kTile;
-    first_row = row_block * kRows;
-    at = (int64_t(b) * k.row_blocks + row_block) * k.a.items + part.index;
-  }
+struct Maps {
+  const CUtensorMap *latent, *rope, *scale, *q;
 };
 
-// A block's share of the work: neighbours, so that its next part is mostly of the same sequence and needs no other
-// queries; but where a part is read for several row blocks, they run side by side and share it in the L2 cache.
-struct Share {
-  int from, to, step;
-  Part first;
-
-  __device__ explicit Share(const DecodeKernelArgs& k) {
-    const int block = blockIdx.x, blocks = gridDim.x;
-    first = k.a.parts[1 + block / k.row_blocks];  // on its way together with the number of parts
-    const int all = k.a.parts->b * k.row_blocks;
-    if (k.row_blocks > 1 || all <= blocks) {
-      from = block, to = all, step = blocks;
-      return;
-    }
-    from = static_cast<int>(int64_t(block) * all / blocks), to = static_cast<int>(int64_t(block + 1) * all / blocks);
-    step = 1;
-    first = k.a.parts[1 + from];
-  }
-};
-
-// The next part is looked up before this one is begun. body(item, fresh, next part): fresh where other queries are
-// needed than before.
-template <typename Body>
-__device__ __forceinline__ void for_each_item(const DecodeKernelArgs& k, const Share& share, Body body) {
-  Part part = share.first;
-  bool fresh = true;
-  for (int work = share.from; work < share.to; work += share.step) {
-    const int next = work + share.step < share.to ? work + share.step : work;
-    const Part next_part = k.a.parts[1 + (k.row_blocks == 1 ? next : next / k.row_blocks)];
-    body(Item(k, part, work), fresh, next_part);
-    fresh = k.row_blocks > 1 || next_part.b != part.b;
-    part = next_part;
-  }
-}
-
-// -- fetching ---------------------------------------------------------------------------------------------------------
 // The place of a box of tokens in the tensor maps; outside of them, so that zeros come, where its block id is wrong.
 __device__ __forceinline__ int box_row(const DecodeKernelArgs& k, const Item& item, int token) {
   const View& v = k.a.cache;
@@ -110,140 +22,175 @@ __device__ __forceinline__ int box_row(const DecodeKernelArgs& k, const Item& it
 }
 
 // What lies behind a sequence's rows are the next one's, or zeros: columns of the products that nobody looks at.
+template <int kRows, typename Small>
 __device__ __forceinline__ void fetch_queries(const DecodeKernelArgs& k, const CUtensorMap* map, const Item& item,
                                               int turn, unsigned char* q, Small* small) {
   const int row = item.b * static_cast<int>(k.a.p.seq_len) * k.a.p.num_heads + item.first_row;
   if (turn > 0) ptx::mbar_wait(&small->q_empty, (turn - 1) & 1);
-  ptx::mbar_expect(&small->q_full, kQueryBytes);
+  ptx::mbar_expect(&small->q_full, kRows * 2 * (kLatent + kRotary));
 #pragma unroll 1
   for (int c = 0; c < (kLatent + kRotary) / 64; ++c) {
-    ptx::tma_load(q + c * kQueryBlock, map, &small->q_full, c * 64, row);
+    ptx::tma_load(q + c * kRows * 128, map, &small->q_full, c * 64, row);
   }
 }
 
-__device__ __forceinline__ void cp_async(void* shared, const void* global, int bytes) {
-  if (bytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(ptx::shared_address(shared)), "l"(global)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(ptx::shared_address(shared)), "l"(global)
-                 : "memory");
+// One warp; its first lane starts the copies. Tokens that were there before this call do not wait for the kernel before
+// this one: it makes the queries, and the one before that wrote the new tokens.
+template <CacheType kType, int kRows, typename Small>
+__device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, unsigned char* shared, Small* small) {
+  using S = Shape<kType, kRows>;
+  constexpr int kPairSlots = S::kCodes ? S::kRawSlots : S::kSlots, kAhead = kPairSlots / kPairs;
+  constexpr int kBytes = S::kCodes ? kRaw : kPair;
+  unsigned char* pairs = shared + (S::kCodes ? S::kCode : 0);
+  uint64_t *full = S::kCodes ? small->raw_full : small->full, *empty = S::kCodes ? small->raw_empty : small->empty;
+  const int lane = threadIdx.x % 32;
+  const uint64_t policy = k.once ? ptx::evict_first() : ptx::evict_normal();
+  Walk<kRows> walk(k);
+  Feed<Small> feed{small};
+  Ring<kPairSlots> slots;
+  Ring<kRopeSlots> ropes;
+  int turn = 0;  // times that queries came
+  bool waited = false;
+  while (true) {
+    const Item item = walk.next();
+    if (lane == 0) {
+      feed.tell(item);
+      const int old = item.last - item.base - static_cast<int>(k.a.p.seq_len);
+      bool pending = item.fresh;
+      auto bring = [&] {
+        if (!waited) ptx::wait_prior_grid();
+        waited = true, pending = false;
+        fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small);
+      };
+#pragma unroll 1
+      for (int i = 0; i < item.tiles; ++i) {
+        const int begin = item.begin + i * kTile;
+        if (!waited && (!k.a.plan.early || i == kAhead || begin + kTile > old)) bring();
+#pragma unroll 1
+        for (int pair = 0; pair < kPairs; ++pair) {
+          ptx::mbar_wait(&empty[slots.slot], slots.phase ^ 1);
+          ptx::mbar_expect(&full[slots.slot], kBytes);
+          unsigned char* to = pairs + slots.slot * kBytes;
+#pragma unroll 1
+          for (int part = 0; part < kTile; part += k.box_rows) {
+            const int row = box_row(k, item, item.base + begin + part);
+            ptx::tma_load(to + part * 128, maps.latent, &full[slots.slot], pair * 128, row, policy);
+            if (!S::kCodes) {
+              ptx::tma_load(to + kBlock + part * 128, maps.latent, &full[slots.slot], pair * 128 + 64, row, policy);
+            }
+          }
+          slots.advance(1);
+        }
+        ptx::mbar_wait(&small->rope_empty[ropes.slot], ropes.phase ^ 1);
+        ptx::mbar_expect(&small->rope_full[ropes.slot], kBlock + S::kScaleBytes);
+#pragma unroll 1
+        for (int part = 0; part < kTile; part += k.box_rows) {
+          const int row = box_row(k, item, item.base + begin + part);
+          ptx::tma_load(shared + S::kRope + ropes.slot * kBlock + part * 128, maps.rope, &small->rope_full[ropes.slot],
+                        k.rope_column, row, policy);
+          if (S::kScales) {
+            ptx::tma_load(&small->scales[ropes.slot][part][0], maps.scale, &small->rope_full[ropes.slot], 0, row,
+                          policy);
+          }
+        }
+        ropes.advance(1);
+        // Later queries come behind the first tile: they wait for the last products that take the ones before.
+        if (pending && waited) bring();
+      }
+      if (pending) bring();
+    }
+    if (item.tiles == 0) return;
+    __syncwarp();
   }
 }
 
-// 16 codes as T, times a scale (float8).
+// -- 8-bit codes to T -------------------------------------------------------------------------------------------------
+// Exact, two codes an instruction where it can be, and never NaN: int8 becomes a whole number; float8 its value, where
+// the code that stands for NaN becomes 480 (what lies behind a sequence may be anything, and 0 times NaN is NaN).
+__device__ __forceinline__ uint32_t fma2(uint32_t x, uint32_t y, uint32_t z, __nv_bfloat16) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(x), "r"(y), "r"(z));
+  return d;
+}
+__device__ __forceinline__ uint32_t fma2(uint32_t x, uint32_t y, uint32_t z, __half) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(x), "r"(y), "r"(z));
+  return d;
+}
+// The two codes that `pick` takes out of four, bytes of `other` above (int8) or below (float8) them.
+template <CacheType kType>
+__device__ __forceinline__ uint32_t convert(uint32_t codes, bool upper, __nv_bfloat16 type) {
+  if (kType == CacheType::kInt8) {
+    // 0x43xx is 128 + the lower seven bits; the sign bit alone makes it 128 or 256.
+    const uint32_t x = __byte_perm(codes, 0x43434343u, upper ? 0x4342 : 0x4140);
+    return fma2(x & 0xFF80FF80u, 0xBF80BF80u, x & 0xFF7FFF7Fu, type);
+  }
+  // s eeee mmm in the place of s 0000 eeee mmm 0000, which is 2^-120 times it, zeros and subnormal numbers included.
+  const uint32_t x = __byte_perm(codes, 0u, upper ? 0x3424 : 0x1404);
+  return fma2((x & 0x80008000u) | (x >> 4 & 0x07F007F0u), 0x7B807B80u, 0x80008000u, type);
+}
+template <CacheType kType>
+__device__ __forceinline__ uint32_t convert(uint32_t codes, bool upper, __half type) {
+  if (kType == CacheType::kInt8) {
+    // 0x64xx is 1024 + the byte, which is the code + 128 when its sign bit is turned over.
+    const uint32_t x = __byte_perm(codes ^ 0x80808080u, 0x64646464u, upper ? 0x4342 : 0x4140);
+    return fma2(x, 0x3C003C00u, 0xE480E480u, type);
+  }
+  const uint32_t x = __byte_perm(codes, 0u, upper ? 0x3424 : 0x1404);
+  return fma2((x & 0x80008000u) | (x >> 1 & 0x3F803F80u), 0x5C005C00u, 0x80008000u, type);
+}
+
+// One pair: 64 tokens of 128 codes become two swizzled blocks. A lane takes 8 codes of every eighth row at a time.
 template <typename T, CacheType kType>
-__device__ __forceinline__ void convert(const uint4& codes, float scale, uint4 (&out)[2]) {
-  const uint32_t* in = reinterpret_cast<const uint32_t*>(&codes);
-  uint32_t* to = reinterpret_cast<uint32_t*>(out);
+__device__ __forceinline__ void convert_pair(const unsigned char* raw, unsigned char* pair) {
+  const int lane = threadIdx.x % 32, half = lane / 16, piece = lane % 16;
+#pragma unroll 1
+  for (int u = 0; u < 4; ++u) {
+    const int row = u * 2 + half;
+    const unsigned char* from = raw + row * 128 + piece * 8;
+    unsigned char* to = pair + piece / 8 * kBlock + row * 128 + ((piece % 8) ^ row) * 16;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float x[4];
-    if (kType == CacheType::kInt8) {
-      const uint32_t shifted = in[i] ^ 0x80808080u;  // 0 to 255
+    for (int batch = 0; batch < 8; batch += 4) {
+      uint2 codes[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        x[j] = __uint_as_float(__byte_perm(shifted, 0x4B000000u, 0x7540 + j)) - 8388736.0f;
-      }
-    } else {
+      for (int i = 0; i < 4; ++i) codes[i] = *reinterpret_cast<const uint2*>(from + (batch + i) * 1024);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const __half2_raw h =
-            __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(in[i] >> (16 * j)), __NV_E4M3);
-        const float2 f = __half22float2(__half2(h));
-        x[2 * j] = f.x * scale, x[2 * j + 1] = f.y * scale;
+      for (int i = 0; i < 4; ++i) {
+        *reinterpret_cast<uint4*>(to + (batch + i) * 1024) =
+            make_uint4(convert<kType>(codes[i].x, false, T{}), convert<kType>(codes[i].x, true, T{}),
+                       convert<kType>(codes[i].y, false, T{}), convert<kType>(codes[i].y, true, T{}));
       }
     }
-    to[2 * i] = pack(x[0], x[1], T{});
-    to[2 * i + 1] = pack(x[2], x[3], T{});
   }
 }
 
-template <typename T, CacheType kType, typename BeforeFirst, typename AfterFirst>
-__device__ void fetch(const DecodeKernelArgs& k, const CUtensorMap* latent_map, const CUtensorMap* rope_map,
-                      const Item& item, int& count, unsigned char* tiles, unsigned char* raw, Small* small,
-                      BeforeFirst before_first, AfterFirst after_first) {
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  if (kType == CacheType::kSame) {
-    const uint64_t policy = k.once ? ptx::evict_first() : ptx::evict_normal();
-    for (int i = 0; i < item.tiles; ++i, ++count) {
-      const int stage = count % kStages;
-      if (count >= kStages) ptx::mbar_wait(&small->empty[stage], (count / kStages - 1) & 1);
-      ptx::mbar_expect(&small->full[stage], kTileBytes);
-      unsigned char* tile = tiles + stage * kTileBytes;
-      if (i == 0) before_first();
-      for (int part = 0; part < kTile; part += k.box_rows) {
-        const int row = box_row(k, item, item.base + item.begin + i * kTile + part);
-        unsigned char* to = tile + part * 128;
-#pragma unroll
-        for (int c = 0; c < kLatent / 64; ++c) {
-          ptx::tma_load(to + c * kBlock, latent_map, &small->full[stage], c * 64, row, policy);
-        }
-        ptx::tma_load(to + kLatent / 64 * kBlock, rope_map, &small->full[stage], k.rope_column, row, policy);
+// Three warps take pairs by turns.
+template <typename T, CacheType kType, int kRows, typename Small>
+__device__ void convert_tiles(const DecodeKernelArgs& k, unsigned char* shared, Small* small) {
+  using S = Shape<kType, kRows>;
+  const int warp = threadIdx.x % 128 / 32 - 1, lane = threadIdx.x % 32;
+  Feed<Small> feed{small};
+  Ring<S::kSlots> slots;
+  Ring<S::kRawSlots> raws;
+  int turn = 0;
+  while (const Item* item = feed.next()) {
+    const int pairs = item->tiles * kPairs;
+    feed.done();
+#pragma unroll 1
+    for (int i = 0; i < pairs; ++i) {
+      if (turn == warp) {
+        ptx::mbar_wait(&small->raw_full[raws.slot], raws.phase);
+        ptx::mbar_wait(&small->empty[slots.slot], slots.phase ^ 1);
+        convert_pair<T, kType>(shared + S::kCode + raws.slot * kRaw, shared + slots.slot * kPair);
+        ptx::fence_async();
+        __syncwarp();
+        if (lane == 0) ptx::mbar_arrive(&small->full[slots.slot]), ptx::mbar_arrive(&small->raw_empty[raws.slot]);
       }
-      if (i == 0) after_first();
+      turn = turn == 2 ? 0 : turn + 1;
+      slots.advance(1);
+      raws.advance(1);
     }
-    return;
   }
-  // Each warp fetches and converts every fourth token: 32 lanes of 16 codes.
-  const View& v = k.a.cache;
-  const int64_t first_row = item.b * v.batch_rows + item.base;  // not paged
-  constexpr int kTurns = kTile / 4, kBatch = 4;
-  auto start = [&](int tile, int turn) {
-    const int at = turn * 4 + warp;
-    const int t = item.begin + tile * kTile + at;
-    if (tile < item.tiles && t < item.end) {
-      const int64_t row = v.block_table ? v.row(item.b, item.base + t) : first_row + t;
-      if (row >= 0) {
-        cp_async(raw + at * kLatent + lane * 16, static_cast<const uint8_t*>(v.latent) + row * v.latent_row + lane * 16,
-                 16);
-        if (kType == CacheType::kFloat8 && lane < kLatent / kFloat8Group) {
-          cp_async(&small->scales[at][lane], v.scale + row * (kLatent / kFloat8Group) + lane, 4);
-        }
-      }
-    }
-    if (turn % kBatch == kBatch - 1) asm volatile("cp.async.commit_group;\n" ::: "memory");
-  };
-#pragma unroll 1
-  for (int turn = 0; turn < kTurns; ++turn) start(0, turn);
-#pragma unroll 1
-  for (int i = 0; i < item.tiles; ++i, ++count) {
-    const int stage = count % kStages;
-    if (count >= kStages) ptx::mbar_wait(&small->empty[stage], (count / kStages - 1) & 1);
-    unsigned char* tile = tiles + stage * kTileBytes;
-    if (thread == 0) {
-      ptx::mbar_expect(&small->full[stage], kBlock);
-      if (i == 0) before_first();
-      for (int part = 0; part < kTile; part += k.box_rows) {
-        ptx::tma_load(tile + kLatent / 64 * kBlock + part * 128, rope_map, &small->full[stage], k.rope_column,
-                      box_row(k, item, item.base + item.begin + i * kTile + part));
-      }
-      if (i == 0) after_first();
-    }
-#pragma unroll 1
-    for (int batch = 0; batch < kTurns; batch += kBatch) {
-      asm volatile("cp.async.wait_group %0;\n" ::"n"(kTurns / kBatch - 1) : "memory");
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int at = (batch + j) * 4 + warp, t = item.begin + i * kTile + at;
-        uint4 out[2] = {};
-        if (t < item.end && (!v.block_table || v.row(item.b, item.base + t) >= 0)) {
-          const uint4 codes = *reinterpret_cast<const uint4*>(raw + at * kLatent + lane * 16);
-          convert<T, kType>(codes, kType == CacheType::kFloat8 ? small->scales[at][lane / 8] : 1.0f, out);
-        }
-        unsigned char* to = tile + lane / 4 * kBlock + at * 128;
-        *reinterpret_cast<uint4*>(to + ((lane % 4 * 2) ^ (at % 8)) * 16) = out[0];
-        *reinterpret_cast<uint4*>(to + ((lane % 4 * 2 + 1) ^ (at % 8)) * 16) = out[1];
-      }
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) start(i + 1, batch + j);
-    }
-    ptx::fence_async();
-    ptx::mbar_arrive(&small->full[stage]);
-  }
-  asm volatile("cp.async.wait_group 0;\n" ::: "memory");
 }
 
 }  // namespace decode

@@ -16,76 +16,100 @@ __global__ void probe_kernel(int* out) {
 #endif
 }
 
-int row_blocks(const Params& p) { return static_cast<int>((p.seq_len * p.num_heads + kDecodeRows - 1) / kDecodeRows); }
+int row_blocks(const Params& p, int rows) {
+  return static_cast<int>((p.seq_len * p.num_heads + rows - 1) / rows);
+}
 
-template <typename T, CacheType kType, bool kMask>
+template <typename T, int kRows>
+cudaError_t launch_combine(const DecodeArgs& a, cudaLaunchConfig_t config) {
+  CombineArgs c;
+  c.a = a;
+  c.row_blocks = row_blocks(a.p, kRows);
+  const int bytes =
+      a.plan.spread ? combine::spread_bytes(kRows, a.plan.parts) : combine::serial_bytes(kRows, a.plan.parts);
+  const auto kernel = a.plan.spread ? combine_spread_kernel<T, kRows> : combine_serial_kernel<T, kRows>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  config.gridDim = dim3(combine::Slot<kRows>::kCount / (a.plan.spread ? 1 : combine::kWarps), c.row_blocks,
+                        static_cast<unsigned>(a.p.batch));
+  config.blockDim = dim3(combine::kThreads);
+  config.dynamicSmemBytes = bytes;
+  return cudaLaunchKernelEx(&config, kernel, c);
+}
+
+struct DecodeMaps {
+  CUtensorMap latent, rope, scale, q;
+};
+
+// What is not there has the map of something else: it is not used, but looked up.
+template <typename T, CacheType kType, int kRows>
+cudaError_t make_maps(const DecodeArgs& a, int64_t rows, bool packed, int box_rows, DecodeMaps* maps) {
+  constexpr bool kCodes = kType != CacheType::kSame;
+  const View& v = a.cache;
+  const uint32_t box[2] = {64, static_cast<uint32_t>(box_rows)}, code_box[2] = {128, box[1]}, scale_box[2] = {4, box[1]};
+  const uint64_t latent_sizes[2] = {uint64_t(packed ? kLatent + kRotary : kLatent), uint64_t(rows)};
+  const uint64_t rope_sizes[2] = {uint64_t(kRotary), uint64_t(rows)}, scale_sizes[2] = {4, uint64_t(rows)};
+  const uint64_t latent_stride = v.latent_row * (kCodes ? 1 : sizeof(T)), rope_stride = v.rope_row * sizeof(T);
+  const uint64_t scale_stride = 16;
+  cudaError_t status = make_map(&maps->rope, a.p.dtype, 2, v.rope, rope_sizes, &rope_stride, box);
+  if (status != cudaSuccess) return status;
+  status = kCodes ? make_map(&maps->latent, MapType::kCodes, 2, v.latent, latent_sizes, &latent_stride, code_box)
+                  : make_map(&maps->latent, a.p.dtype, 2, v.latent, latent_sizes, &latent_stride, box);
+  if (status != cudaSuccess) return status;
+  maps->scale = maps->rope;
+  if (kType == CacheType::kFloat8) {
+    status = make_map(&maps->scale, MapType::kFloat32, 2, v.scale, scale_sizes, &scale_stride, scale_box);
+    if (status != cudaSuccess) return status;
+  }
+  const uint64_t q_sizes[2] = {kLatent + kRotary, uint64_t(a.p.batch * a.p.seq_len * a.p.num_heads)};
+  const uint64_t q_stride = (kLatent + kRotary) * sizeof(T);
+  const uint32_t q_box[2] = {64, kRows};
+  return make_map(&maps->q, a.p.dtype, 2, a.q, q_sizes, &q_stride, q_box);
+}
+
+template <typename T, CacheType kType, bool kMask, int kRows>
 cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   DecodeKernelArgs k;
   k.a = a;
-  k.row_blocks = row_blocks(a.p);
+  k.row_blocks = row_blocks(a.p, kRows);
   const View& v = a.cache;
   const int64_t rows = v.block_table ? v.num_blocks * v.block_size : a.p.batch * v.batch_rows;
   k.box_rows = v.block_table && v.block_size < 64 ? static_cast<int>(v.block_size) : 64;
-  k.once = rows * (v.latent_row + v.rope_row) * int64_t(sizeof(T)) > (int64_t(24) << 20);
+  const int64_t code = kType == CacheType::kSame ? sizeof(T) : 1;
+  k.once = rows * (v.latent_row * code + v.rope_row * int64_t(sizeof(T))) > (int64_t(24) << 20);
   const bool packed = kType == CacheType::kSame &&
                       static_cast<const T*>(v.rope) == static_cast<const T*>(v.latent) + kLatent &&
                       v.rope_row == v.latent_row;
-  CUtensorMap rope_map, latent_map, q_map;
-  const uint32_t box[2] = {64, static_cast<uint32_t>(k.box_rows)};
-  const uint64_t latent_sizes[2] = {uint64_t(packed ? kLatent + kRotary : kLatent), uint64_t(rows)};
-  const uint64_t rope_sizes[2] = {uint64_t(kRotary), uint64_t(rows)};
-  const uint64_t latent_stride = v.latent_row * sizeof(T), rope_stride = v.rope_row * sizeof(T);
-  cudaError_t status = make_map(&rope_map, a.p.dtype, 2, v.rope, rope_sizes, &rope_stride, box);
+  DecodeMaps maps;
+  cudaError_t status = make_maps<T, kType, kRows>(a, rows, packed, k.box_rows, &maps);
   if (status != cudaSuccess) return status;
-  latent_map = rope_map;
-  if (kType == CacheType::kSame) {
-    status = make_map(&latent_map, a.p.dtype, 2, v.latent, latent_sizes, &latent_stride, box);
-    if (status != cudaSuccess) return status;
-  }
-  const int bytes = decode::kSharedBytes + (kType == CacheType::kSame ? 0 : decode::kRawBytes);
-  const uint64_t q_sizes[2] = {kLatent + kRotary, uint64_t(a.p.batch * a.p.seq_len * a.p.num_heads)};
-  const uint64_t q_stride = (kLatent + kRotary) * sizeof(T);
-  const uint32_t q_box[2] = {64, kDecodeRows};
-  status = make_map(&q_map, a.p.dtype, 2, a.q, q_sizes, &q_stride, q_box);
-  if (status != cudaSuccess) return status;
-  const auto kernel = decode_kernel<T, kType, kMask>;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  constexpr int kBytes = decode::Shape<kType, kRows>::kBytes;
+  const auto kernel = decode_kernel<T, kType, kMask, kRows>;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   cudaLaunchConfig_t config = {};
   DeviceInfo device;
   status = device_info(&device);
   if (status != cudaSuccess) return status;
-  const int64_t work = a.p.batch * a.items * k.row_blocks;
+  const int64_t work = a.p.batch * a.plan.parts * k.row_blocks;
   config.gridDim = dim3(static_cast<unsigned>(work < device.multiprocessors ? work : device.multiprocessors));
   config.blockDim = dim3(decode::kThreads);
-  config.dynamicSmemBytes = bytes;
+  config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  status = cudaLaunchKernelEx(&config, kernel, latent_map, rope_map, q_map, k);
+  status = cudaLaunchKernelEx(&config, kernel, maps.latent, maps.rope, maps.scale, maps.q, k);
   if (status != cudaSuccess) return status;
-
-  CombineArgs c;
-  c.a = a;
-  c.row_blocks = k.row_blocks;
-  const int combine_bytes = a.by_section ? combine::section_bytes(a.items) : combine::leaf_bytes(a.items);
-  const auto combine = a.by_section ? combine_sections_kernel<T> : combine_leaves_kernel<T>;
-  status = cudaFuncSetAttribute(combine, cudaFuncAttributeMaxDynamicSharedMemorySize, combine_bytes);
-  if (status != cudaSuccess) return status;
-  config.gridDim =
-      dim3(combine::kSlotRows / (a.by_section ? combine::kWarps : 1), k.row_blocks, static_cast<unsigned>(a.p.batch));
-  config.blockDim = dim3(combine::kThreads);
-  config.dynamicSmemBytes = combine_bytes;
-  return cudaLaunchKernelEx(&config, combine, c);
+  return launch_combine<T, kRows>(a, config);
 }
 
 template <typename T, CacheType kType>
 cudaError_t launch_mask(const DecodeArgs& a, cudaStream_t stream) {
-  return a.p.mask_type == MaskType::kNone ? launch_for<T, kType, false>(a, stream)
-                                          : launch_for<T, kType, true>(a, stream);
+  if (a.p.mask_type != MaskType::kNone) return launch_for<T, kType, true, 32>(a, stream);
+  return launch_for<T, kType, false, 32>(a, stream);
 }
 
 template <typename T>
@@ -96,6 +120,7 @@ cudaError_t launch_type(const DecodeArgs& a, cudaStream_t stream) {
     case CacheType::kFloat8:
       return launch_mask<T, CacheType::kFloat8>(a, stream);
     default:
+      if (a.plan.rows == 64) return launch_for<T, CacheType::kSame, false, 64>(a, stream);
       return launch_mask<T, CacheType::kSame>(a, stream);
   }
 }
@@ -109,16 +134,39 @@ cudaError_t has_sm90a(bool* yes) {
   return status;
 }
 
+DecodeChoice decode_choice;
+
+// The grain by what it should take, in microseconds of an H200: rounds of parts, a tile as fast as a multiprocessor makes
+// it or memory brings it, and the sums that are written and read again.
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
+  const DecodeChoice& choice = decode_choice;
   DecodePlan plan;
-  const int64_t rows = row_blocks(p) * p.batch;
-  // Sections as soon as they occupy most of the GPU in full sequences: fewer sums travel.
-  const int sections = Cut::max_sections(capacity), leaves = Cut::max_leaves(capacity);
-  plan.by_section = rows * Cut::of(capacity, p.seq_len, p.window).sections * 4 >= int64_t(multiprocessors) * 3;
-  plan.items = plan.by_section ? sections : leaves;
-  plan.partial_bytes = rows * plan.items * int64_t(kLatent) * kDecodeRows * 4;
-  plan.stats_bytes = rows * plan.items * int64_t(2) * kDecodeRows * 4;
-  plan.parts_bytes = (p.batch * plan.items + 1) * int64_t(sizeof(Part));
+  const bool wide = p.cache_type == CacheType::kSame && p.mask_type == MaskType::kNone;
+  plan.rows = wide && p.seq_len * p.num_heads > 32 ? 64 : 32;
+  if (choice.rows == 32) plan.rows = 32;
+  if (choice.chapter_tiles > 0) plan.chapter_tiles = choice.chapter_tiles;
+  if (choice.early >= 0) plan.early = choice.early;
+  const int64_t blocks = row_blocks(p, plan.rows) * p.batch, sum = p.dtype == DType::kBFloat16 ? 2 : 4;
+  const int64_t part_bytes = int64_t(kLatent) * plan.rows * sum;
+  const double tile_bytes = Cut::kTile * (kLatent * (p.cache_type == CacheType::kSame ? 2.0 : 1.0) + kRotary * 2);
+  const double alone = plan.rows == 64 ? 1.6 : 1.2, bandwidth = 4.2e6, sums_bandwidth = 3e6;
+  const Cut cut = Cut::of(static_cast<int>(capacity), static_cast<int>(p.seq_len), p.window, plan.chapter_tiles);
+  double best = 0.0;
+  for (const Grain grain : {Grain::kTile, Grain::kSection, Grain::kChapter}) {
+    if (grain == Grain::kChapter && plan.rows == 64) continue;  // no registers for them
+    if (choice.grain >= 0 && choice.grain != static_cast<int>(grain)) continue;
+    const int64_t parts = blocks * cut.parts(grain), rounds = (parts + multiprocessors - 1) / multiprocessors;
+    const double at_once = parts < multiprocessors ? double(parts) : multiprocessors;
+    const double arrives = tile_bytes * at_once / bandwidth / row_blocks(p, plan.rows);
+    const double tile = arrives > alone ? arrives : alone;
+    const double time = rounds * (cut.part_tiles(grain) * tile + 0.3) + 2.0 * parts * part_bytes / sums_bandwidth;
+    if (best == 0.0 || time < best) best = time, plan.grain = grain;
+  }
+  plan.parts = Cut::most_parts(capacity, plan.grain, plan.chapter_tiles);
+  plan.spread = plan.grain == Grain::kTile || plan.parts > 16;
+  if (choice.spread >= 0 && plan.grain != Grain::kTile) plan.spread = choice.spread;
+  plan.partial_bytes = blocks * plan.parts * part_bytes;
+  plan.stats_bytes = blocks * plan.parts * int64_t(2) * plan.rows * 4;
   return plan;
 }
 
@@ -129,6 +177,9 @@ const char* decode_refusal(const Params& p, const View& v) {
   if (v.latent_row * code % 16 != 0 || v.rope_row * 2 % 16 != 0) return "rows that are no multiple of 16 bytes";
   if (reinterpret_cast<uintptr_t>(v.latent) % 16 != 0 || reinterpret_cast<uintptr_t>(v.rope) % 16 != 0) {
     return "addresses that are no multiple of 16 bytes";
+  }
+  if (v.type == CacheType::kFloat8 && reinterpret_cast<uintptr_t>(v.scale) % 16 != 0) {
+    return "scales that are no multiple of 16 bytes";
   }
   if (v.block_table) {
     const int64_t n = v.block_size;

@@ -66,54 +66,76 @@ struct View {
   }
 };
 
-// Decode: a sequence is cut into leaves, by its own length alone, and leaves are gathered into sections. A leaf's sum
-// is always made from nothing and sections add their leaves in order, so the bits are the same whether one block makes
-// a leaf or a whole section: a row does not see how many rows there are.
+// Decode: a sequence is cut by its own length alone, at three heights: tiles of 64 tokens, sections of tiles, chapters of
+// sections. A tile's sum is always made from nothing, a section adds its tiles' sums in order, a chapter its sections',
+// and the sequence its chapters'; each sum is rounded to what travels through memory before it is added. A block makes a
+// tile, a section or a chapter (Grain), the second kernel the rest, with the same operations in the same order: the
+// bits are the same whichever was chosen, so a row does not see how many rows there are.
+enum class Grain : int32_t { kTile = 0, kSection = 1, kChapter = 2 };
+
 struct Cut {
-  int64_t base = 0, end = 0;  // tokens that any query of the row may see; base is a multiple of kTile
-  int leaf = 0;               // tokens
-  int leaves = 0, leaves_per_section = 0, sections = 0;
+  int base = 0, end = 0;  // tokens that any query of the row may see; base is a multiple of kTile
+  int tiles = 0;
+  int section = 0;  // tiles
+  int chapter = 0;  // sections
 
-  static constexpr int kTile = 64, kMaxLeaves = 128, kSection = 512;
+  static constexpr int kTile = 64, kMaxParts = 128, kMaxChapters = 64, kSection = 8;
 
-  MLA_BOTH static Cut of(int64_t total, int64_t seq_len, int64_t window) {
+  // x / y rounded up, for quotients below 2^20 or so.
+  MLA_BOTH static int over(int x, int y) {
+    x += y - 1;
+#ifdef __CUDA_ARCH__
+    int q = __float2int_rd(__fdividef(static_cast<float>(x), static_cast<float>(y)));  // off by one at most
+    if (q * y > x) --q;
+    return (q + 1) * y <= x ? q + 1 : q;
+#else
+    return x / y;
+#endif
+  }
+  // chapter_tiles: what a chapter should have (DecodePlan).
+  MLA_BOTH static Cut of(int total, int seq_len, int window, int chapter_tiles) {
     Cut c;
     c.end = total;
     if (window > 0) {
-      const int64_t first = total - seq_len - window + 1;
+      const int first = total - seq_len - window + 1;
       c.base = first > 0 ? first / kTile * kTile : 0;
     }
-    const int n = static_cast<int>(c.end - c.base), share = (n + kMaxLeaves - 1) / kMaxLeaves;
-    c.leaf = (share + kTile - 1) / kTile * kTile;
-    if (c.leaf < kTile) c.leaf = kTile;
-    c.leaves = (n + c.leaf - 1) / c.leaf;
-    c.leaves_per_section = c.leaf < kSection ? kSection / c.leaf : 1;
-    c.sections = (c.leaves + c.leaves_per_section - 1) / c.leaves_per_section;
+    c.tiles = (c.end - c.base + kTile - 1) / kTile;
+    if (c.tiles < 1) c.tiles = 1;
+    c.section = c.short_one() ? kSection : (c.tiles + kMaxParts - 1) / kMaxParts;
+    c.chapter = over(c.sections(), wanted(c.tiles, chapter_tiles));
     return c;
   }
-  // Upper bounds for a capacity.
-  static int max_leaves(int64_t capacity) {
-    const int64_t tiles = (capacity + kTile - 1) / kTile + 1;
-    return static_cast<int>(tiles < kMaxLeaves ? tiles : kMaxLeaves);
+  // Chapters of so many tiles, at most; a power of two.
+  MLA_BOTH static int wanted(int tiles, int chapter_tiles) {
+#ifdef __CUDA_ARCH__
+    const int n = (tiles + chapter_tiles / 2) >> (31 - __clz(chapter_tiles));
+#else
+    const int n = (tiles + chapter_tiles / 2) / chapter_tiles;
+#endif
+    return n < 1 ? 1 : n > kMaxChapters ? kMaxChapters : n;
   }
-  static int max_sections(int64_t capacity) {
-    const int64_t n = capacity / 320 + 2;  // no section is shorter than 320 tokens
-    const int leaves = max_leaves(capacity);
-    return n < leaves ? static_cast<int>(n) : leaves;
+  // A sequence's parts at most, for a capacity.
+  MLA_BOTH static int most_parts(int64_t capacity, Grain grain, int chapter_tiles) {
+    const int tiles = static_cast<int>((capacity + kTile - 1) / kTile + 1);  // a window may begin within a tile
+    if (grain == Grain::kChapter) return wanted(tiles, chapter_tiles);
+    if (tiles > kMaxParts) return kMaxParts;
+    return grain == Grain::kTile ? tiles : over(tiles, kSection);
+  }
+  // Short enough that its tiles may be parts; of a longer one the smallest parts are sections.
+  MLA_BOTH bool short_one() const { return tiles <= kMaxParts; }
+  MLA_BOTH int sections() const {
+    return short_one() ? (tiles + kSection - 1) / kSection : over(tiles, section);
+  }
+  MLA_BOTH int part_tiles(Grain grain) const {
+    if (grain == Grain::kTile && short_one()) return 1;
+    return grain == Grain::kChapter ? section * chapter : section;
+  }
+  MLA_BOTH int parts(Grain grain) const {
+    if (grain == Grain::kTile && short_one()) return tiles;
+    return grain == Grain::kChapter ? over(sections(), chapter) : sections();
   }
 };
-// One leaf or section of a sequence, as decode_kernel takes it: tokens [begin, end) counted from `base`.
-struct alignas(16) Part {
-  int32_t b, index, base, last, begin, end, leaf_tiles, unused;
-};
-// The parts of all sequences, the first word their number (in a Part's place).
-struct PartsArgs {
-  Lengths lengths;
-  int64_t batch = 0, window = 0;
-  int32_t by_section = 0;
-  Part* parts = nullptr;  // parts[0].b: how many follow
-};
-constexpr int kDecodeRows = 32;  // query rows (token and head) of one block
 constexpr int kLatent = 512, kRotary = 64;
 
 // The pass over new tokens: norm, rotation, cache write, faults.
@@ -137,7 +159,6 @@ struct AbsorbArgs {
   const float* channel_scale = nullptr;  // int8 caches: [R], multiplied in
   void* out = nullptr;
   int32_t out_float32 = 0;  // else T
-  PartsArgs parts;          // made on the way, where asked for
 };
 cudaError_t launch_absorb(const AbsorbArgs& args, bool pdl, cudaStream_t stream);
 // o_latent W_uv and the gate, into p.o.
@@ -201,23 +222,33 @@ cudaError_t launch_flatten(const FlattenArgs& args, cudaStream_t stream);
 // Was this file's device code compiled for sm_90a, and does it run on the current device?
 cudaError_t has_sm90a(bool* yes);
 
+// How decode goes about a call; the host chooses. Tests and tune_mla.py choose otherwise by the C face.
+struct DecodePlan {
+  Grain grain = Grain::kTile;
+  int rows = 32;           // query rows (token and head) of a block, 32 or 64
+  int parts = 0;           // a sequence's at most
+  int chapter_tiles = 32;  // Cut; a power of two
+  int spread = 0;          // the second kernel: a block for 4 x 32 x 2 results, else a warp
+  int early = 1;           // tokens of earlier calls are fetched before the kernel before this one has ended
+  int64_t partial_bytes = 0, stats_bytes = 0;
+};
+DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
+// What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
+struct DecodeChoice {
+  int grain = -1, rows = -1, chapter_tiles = -1, spread = -1, early = -1;
+};
+extern DecodeChoice decode_choice;
+
 struct DecodeArgs {
   Params p;
   Lengths lengths;
   View cache;
-  const void* q = nullptr;      // T [B * S * H, 576]
-  float* partial = nullptr;     // [B, row blocks, items, 512, 32]
-  float* stats = nullptr;       // [B, row blocks, items, 2, 32]: maximum (base 2), sum
-  void* o_latent = nullptr;     // T [B * S * H, 512]
-  const Part* parts = nullptr;  // PartsArgs
-  int items = 0;                // a sequence's parts at most
-  int by_section = 0;           // a block makes a section, else a leaf
+  DecodePlan plan;
+  const void* q = nullptr;   // T [B * S * H, 576]
+  void* partial = nullptr;   // [B, row blocks, parts, 512, rows]: bfloat16 for T bfloat16, else float32
+  float* stats = nullptr;    // [B, row blocks, parts, 2, rows]: maximum (base 2), sum
+  void* o_latent = nullptr;  // T [B * S * H, 512]
 };
-struct DecodePlan {
-  int items = 0, by_section = 0;
-  int64_t partial_bytes = 0, stats_bytes = 0, parts_bytes = 0;
-};
-DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // Null, or why the tiles cannot be fetched.
 const char* decode_refusal(const Params& p, const View& cache);
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);

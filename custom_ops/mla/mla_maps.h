@@ -15,6 +15,10 @@ namespace deltafuse::mla {
 // whose innermost 64 elements are swizzled in 128 bytes. What lies outside reads as zeros.
 cudaError_t make_map(CUtensorMap* map, DType dtype, int rank, const void* data, const uint64_t* sizes,
                      const uint64_t* strides, const uint32_t* box);
+// The same for 8-bit codes and for float32, with any innermost size and not swizzled.
+enum class MapType { kCodes, kFloat32 };
+cudaError_t make_map(CUtensorMap* map, MapType type, int rank, const void* data, const uint64_t* sizes,
+                     const uint64_t* strides, const uint32_t* box);
 // (channel, head, token, batch) in boxes of 64 channels and `tokens` tokens.
 cudaError_t make_map(CUtensorMap* map, DType dtype, const Heads& heads, uint32_t tokens);
 

@@ -22,24 +22,37 @@ cudaError_t find_encoder(Encode* encode) {
   return cudaSuccess;
 }
 
+cudaError_t encode(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, int rank, const void* data,
+                   const uint64_t* sizes, const uint64_t* strides, const uint32_t* box) {
+  static Encode encoder = nullptr;
+  if (!encoder) {
+    Encode found = nullptr;
+    const cudaError_t status = find_encoder(&found);
+    if (status != cudaSuccess) return status;
+    encoder = found;
+  }
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encoder(map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data),
+              reinterpret_cast<const cuuint64_t*>(sizes), reinterpret_cast<const cuuint64_t*>(strides), box, steps,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 cudaError_t make_map(CUtensorMap* map, DType dtype, int rank, const void* data, const uint64_t* sizes,
                      const uint64_t* strides, const uint32_t* box) {
-  static Encode encode = nullptr;
-  if (!encode) {
-    Encode found = nullptr;
-    const cudaError_t status = find_encoder(&found);
-    if (status != cudaSuccess) return status;
-    encode = found;
-  }
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encode(map, dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-             static_cast<cuuint32_t>(rank), const_cast<void*>(data), reinterpret_cast<const cuuint64_t*>(sizes),
-             reinterpret_cast<const cuuint64_t*>(strides), box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const auto type =
+      dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return encode(map, type, CU_TENSOR_MAP_SWIZZLE_128B, rank, data, sizes, strides, box);
+}
+
+cudaError_t make_map(CUtensorMap* map, MapType type, int rank, const void* data, const uint64_t* sizes,
+                     const uint64_t* strides, const uint32_t* box) {
+  return encode(map, type == MapType::kCodes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                CU_TENSOR_MAP_SWIZZLE_NONE, rank, data, sizes, strides, box);
 }
 
 cudaError_t make_map(CUtensorMap* map, DType dtype, const Heads& h, uint32_t tokens) {

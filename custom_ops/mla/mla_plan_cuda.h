@@ -89,7 +89,7 @@ inline Path path_of(const Params& p, const DeviceInfo& device) {
 // Offsets of the workspace's parts.
 struct Workspace {
   int64_t latent = 0, rope = 0, scale = 0, key = 0, value = 0;     // where a present is not asked for
-  int64_t q = 0, o_latent = 0, partial = 0, stats = 0, parts = 0;  // decode, and Any with absorbed weights
+  int64_t q = 0, o_latent = 0, partial = 0, stats = 0;          // decode, and Any with absorbed weights
   int64_t q_rope = 0, flat_latent = 0, flat_rope = 0, kv = 0;      // prompts
   int64_t total = 0;
   int64_t take(int64_t bytes) {
@@ -132,7 +132,6 @@ inline Workspace workspace_of(const Params& p, const DeviceInfo& device) {
       w.o_latent = w.take(items * p.kv_lora_rank * size);
       w.partial = w.take(plan.partial_bytes);
       w.stats = w.take(plan.stats_bytes);
-      w.parts = w.take(plan.parts_bytes);
       break;
     }
     case Path::kPrompt: {

@@ -9,38 +9,6 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kTokens = 16;
 constexpr int kMaxGroups = 8;  // of 32 nope channels
 
-// The list of parts, by one warp.
-__device__ void list_parts(const PartsArgs& a) {
-  const int lane = threadIdx.x % 32;
-  int count = 0;
-  for (int64_t b0 = 0; b0 < a.batch; b0 += 32) {
-    Cut cut;
-    int mine = 0;
-    if (b0 + lane < a.batch) {
-      cut = Cut::of(a.lengths.total(b0 + lane), a.lengths.seq_len, a.window);
-      mine = a.by_section ? cut.sections : cut.leaves;
-    }
-    const int base = static_cast<int>(cut.base), last = static_cast<int>(cut.end);
-    for (int j = 0; j < 32 && b0 + j < a.batch; ++j) {
-      const int parts = __shfl_sync(~0u, mine, j), from = __shfl_sync(~0u, base, j), to = __shfl_sync(~0u, last, j);
-      const int leaf = __shfl_sync(~0u, cut.leaf, j), per_section = __shfl_sync(~0u, cut.leaves_per_section, j);
-      const int span = a.by_section ? leaf * per_section : leaf;
-      for (int i = lane; i < parts; i += 32) {
-        Part part;
-        part.b = static_cast<int>(b0) + j, part.index = i;
-        part.base = from, part.last = to;
-        part.begin = i * span;
-        part.end = min(part.begin + span, to - from);
-        part.leaf_tiles = leaf / Cut::kTile;
-        part.unused = 0;
-        a.parts[1 + count + i] = part;
-      }
-      count += parts;
-    }
-  }
-  if (lane == 0) a.parts[0].b = count;
-}
-
 // A warp makes 8 latent channels of one head: B's columns are the rows of W, whose nope channels lie in a row.
 template <typename T, int kGroups>
 __global__ void __launch_bounds__(kThreads) absorb_fast_kernel(const AbsorbArgs a) {
@@ -55,7 +23,6 @@ __global__ void __launch_bounds__(kThreads) absorb_fast_kernel(const AbsorbArgs 
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) weights[i] = __ldg(reinterpret_cast<const uint4*>(w + 32 * i));
   ptx::launch_dependents();
-  if (a.parts.parts && blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x < 32) list_parts(a.parts);
   for (int64_t m0 = int64_t(blockIdx.z) * kTokens; m0 < tokens; m0 += int64_t(gridDim.z) * kTokens) {
     float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const int64_t low = m0 + g, high = low + 8;

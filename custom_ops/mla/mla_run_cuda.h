@@ -143,18 +143,15 @@ class Run {
   }
 
   const char* attend(const void* q) {
-    const DecodePlan plan = plan_decode(p_, capacity(p_), device_.multiprocessors);
     DecodeArgs a;
+    a.plan = plan_decode(p_, capacity(p_), device_.multiprocessors);
     a.p = p_;
     a.lengths = lengths_;
     a.cache = view_;
     a.q = q;
-    a.partial = static_cast<float*>(at(w_.partial));
+    a.partial = at(w_.partial);
     a.stats = static_cast<float*>(at(w_.stats));
     a.o_latent = at(w_.o_latent);
-    a.parts = static_cast<const Part*>(at(w_.parts));
-    a.items = plan.items;
-    a.by_section = plan.by_section;
     const cudaError_t status = launch_decode(a, stream_);
     return status == cudaSuccess ? nullptr : failed("launching the decode kernels", status);
   }
@@ -169,11 +166,6 @@ class Run {
     absorb.kv_b = kv_b_;
     absorb.channel_scale = p_.cache_type == CacheType::kInt8 ? view_.scale : nullptr;
     absorb.out = q;
-    absorb.parts.lengths = lengths_;
-    absorb.parts.batch = p_.batch;
-    absorb.parts.window = p_.window;
-    absorb.parts.by_section = plan_decode(p_, capacity(p_), device_.multiprocessors).by_section;
-    absorb.parts.parts = static_cast<Part*>(at(w_.parts));
     cudaError_t status = launch_absorb_fast(absorb, true, stream_);
     if (status != cudaSuccess) return failed("launching the absorbed queries", status);
     if (const char* why = attend(q)) return why;

@@ -1,0 +1,207 @@
+// Decode's shared memory and a block's share of the work. See mla_decode.cuh.
+#pragma once
+
+#include <cuda.h>
+
+#include <climits>
+
+#include "mla_sums.cuh"
+#include "mla_wgmma_sm90a.cuh"
+
+namespace deltafuse::mla {
+
+struct DecodeKernelArgs {
+  DecodeArgs a;
+  int row_blocks = 0;
+  int rope_column = 0;  // of the rotated key in its map
+  int box_rows = 64;    // tokens of one fetch
+  int once = 0;         // the cache is larger than what the L2 cache can keep: leave that to the sums
+};
+
+namespace decode {
+
+// A tile of 64 tokens is 4 pairs of blocks of 64 channels, and the rotary keys' block. Pairs lie in a ring of slots: each
+// is used as soon as it is there and is free as soon as its own products are done.
+constexpr int kThreads = 512, kTile = Cut::kTile, kBlock = kTile * 128, kPair = 2 * kBlock, kPairs = kLatent / 128;
+constexpr int kItems = 4, kRopeSlots = 2, kRaw = kTile * 128;  // kRaw: 8-bit codes of a pair
+static_assert(kFloat8Group == 128, "a pair has one scale a token");
+
+// What a block does at a time: one part of a sequence for some query rows. Tokens count from `base`.
+struct Item {
+  int at;  // its place among the partial sums
+  int b, base, last, begin, end, tiles, section, first_row;
+  bool fresh, leaves;  // other queries than before; other ones after it
+};
+
+template <CacheType kType, int kRows>
+struct Shape {
+  static constexpr bool kCodes = kType != CacheType::kSame, kScales = kType == CacheType::kFloat8;
+  static constexpr int kSlots = kCodes ? (kScales ? 5 : 6) : kRows == 32 ? 10 : 7;
+  static constexpr int kRawSlots = kScales ? 7 : kCodes ? 8 : 1;
+  static constexpr int kQueryBlock = kRows * 128, kQueryBytes = kQueryBlock * (kLatent + kRotary) / 64;
+  // float8: weights times the tokens' scales, one version a pair.
+  static constexpr int kListeners = kCodes ? 15 : 12;  // warps that hear of parts
+  static constexpr int kVersions = kScales ? kPairs : 1, kWeightBytes = kRows * 128;
+  static constexpr int kScaleBytes = kScales ? kTile * kPairs * 4 : 0;
+
+  static constexpr int kRope = kSlots * kPair, kQuery = kRope + kRopeSlots * kBlock, kWeights = kQuery + kQueryBytes;
+  static constexpr int kCode = kWeights + 2 * kVersions * kWeightBytes;
+  static constexpr int kSmall = kCode + (kCodes ? kRawSlots * kRaw : 0);
+
+  struct Small {
+    uint64_t full[kSlots], empty[kSlots], rope_full[kRopeSlots], rope_empty[kRopeSlots];
+    uint64_t raw_full[kRawSlots], raw_empty[kRawSlots], weights_full[2], weights_empty[2], q_full, q_empty;
+    uint64_t item_full[kItems], item_empty[kItems];
+    Item items[kItems];
+    alignas(128) float scales[kRopeSlots][kScales ? kTile : 1][kPairs];
+    // How a tile joins its section and a section its chapter.
+    float keep[2][kRows], add[2][kRows], section_keep[2][kRows], section_add[2][kRows];
+    alignas(16) float largest[2][kRows][4];
+    alignas(16) float sums[2][kRows][4];  // of each warp's 16 tokens
+    int high[kRows];
+    int64_t mask_row[kRows];
+  };
+  static constexpr int kBytes = 1024 + kSmall + int(sizeof(Small));
+  static_assert(kBytes <= 227 * 1024, "shared memory of a block");
+  static_assert(kSlots >= kPairs, "a tile must fit");
+};
+
+#ifdef MLA_SM90A
+
+// Where a role is in a ring of slots.
+template <int kSlots>
+struct Ring {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ int at(int i) const { return slot + i >= kSlots ? slot + i - kSlots : slot + i; }
+  __device__ __forceinline__ uint32_t parity(int i) const { return phase ^ (slot + i >= kSlots ? 1u : 0u); }
+  __device__ __forceinline__ void advance(int n) {
+    slot += n;
+    if (slot >= kSlots) slot -= kSlots, phase ^= 1;
+  }
+};
+
+// Operands in shared memory start at addresses that all lanes share; said so, the compiler keeps them in uniform
+// registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+__device__ __forceinline__ uint32_t operand(const unsigned char* p) {
+  return uniform(static_cast<uint32_t>(ptx::descriptor(ptx::shared_address(p))));
+}
+
+// A block's share of the work: neighbours, so that its next part is mostly of the same sequence and needs no other
+// queries; but where a part is read for several row blocks, they run side by side and share it in the L2 cache. One warp
+// walks, all lanes together, and tells the others. It reads nothing that an earlier kernel of the same call writes.
+template <int kRows>
+class Walk {
+ public:
+  __device__ explicit Walk(const DecodeKernelArgs& k) : k_(k), lane_(threadIdx.x % 32) {
+    // Where each 32nd of the batch begins, in parts.
+    const int batch = static_cast<int>(k.a.p.batch), chunk = (batch + 31) / 32;
+    int mine = 0;
+#pragma unroll 4
+    for (int i = 0; i < chunk; ++i) {
+      const int b = lane_ * chunk + i;
+      if (b < batch) mine += cut_of(static_cast<int>(k.a.lengths.total(b))).parts(k.a.plan.grain);
+    }
+    const int sum = scan(mine), all = __shfl_sync(~0u, sum, 31) * k.row_blocks;
+    const int block = blockIdx.x, blocks = gridDim.x;
+    if (k.row_blocks > 1 || all <= blocks) {
+      work_ = block, to_ = all, step_ = blocks;
+    } else {
+      work_ = static_cast<int>(int64_t(block) * all / blocks), to_ = static_cast<int>(int64_t(block + 1) * all / blocks);
+      step_ = 1;
+    }
+    if (work_ >= to_) return;
+    const int part = part_of(work_), from = __popc(__ballot_sync(~0u, sum - mine <= part)) - 1;
+    load(from * chunk, __shfl_sync(~0u, sum - mine, from));
+  }
+
+  // The next part; none: 0 tiles.
+  __device__ Item next() {
+    Item item{};
+    if (work_ >= to_) return item;
+    const int part = part_of(work_);
+    while (part >= end_) load(group_ + 32, end_);
+    const int from = __popc(__ballot_sync(~0u, first_ <= part)) - 1;
+    const int index = part - __shfl_sync(~0u, first_, from);
+    const Cut cut = cut_of(__shfl_sync(~0u, total_, from));
+    const DecodePlan& plan = k_.a.plan;
+    const int span = cut.part_tiles(plan.grain), row_block = k_.row_blocks == 1 ? 0 : work_ % k_.row_blocks;
+    item.b = group_ + from, item.base = cut.base, item.last = cut.end;
+    item.begin = index * span * kTile;
+    item.end = min(item.begin + span * kTile, cut.end - cut.base);
+    item.tiles = min(span, cut.tiles - index * span);
+    item.section = cut.section;
+    item.first_row = row_block * kRows;
+    item.at = (item.b * k_.row_blocks + row_block) * plan.parts + index;
+    item.fresh = k_.row_blocks > 1 || index == 0 || first_time_;
+    item.leaves = k_.row_blocks > 1 || (index + 1) * span >= cut.tiles;
+    first_time_ = false;
+    work_ += step_;
+    return item;
+  }
+
+ private:
+  __device__ Cut cut_of(int total) const {
+    return Cut::of(total, static_cast<int>(k_.a.p.seq_len), k_.a.p.window, k_.a.plan.chapter_tiles);
+  }
+  __device__ int part_of(int work) const { return k_.row_blocks == 1 ? work : work / k_.row_blocks; }
+  __device__ int scan(int x) const {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, x, step);
+      if (lane_ >= step) x += other;
+    }
+    return x;
+  }
+  // The 32 sequences from `group` on, the first of which begins with part `before`.
+  __device__ void load(int group, int before) {
+    group_ = group;
+    int mine = 0;
+    if (group + lane_ < k_.a.p.batch) {
+      total_ = static_cast<int>(k_.a.lengths.total(group + lane_));
+      mine = cut_of(total_).parts(k_.a.plan.grain);
+    }
+    const int sum = scan(mine);
+    first_ = mine > 0 ? before + sum - mine : INT_MAX;
+    end_ = before + __shfl_sync(~0u, sum, 31);
+  }
+
+  const DecodeKernelArgs& k_;
+  const int lane_;
+  int work_, to_, step_;
+  int group_ = 0, end_ = 0, first_ = 0, total_ = 1;  // the last two: of this lane's sequence
+  bool first_time_ = true;
+};
+
+// The parts, as the other warps hear of them.
+template <typename Small>
+struct Feed {
+  Small* small;
+  int count = 0;
+
+  // The next part, or null after the last one. It stays where it is until done().
+  __device__ const Item* next() {
+    const int slot = count % kItems;
+    ptx::mbar_wait(&small->item_full[slot], count / kItems & 1);
+    return small->items[slot].tiles > 0 ? &small->items[slot] : nullptr;
+  }
+  __device__ void done() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbar_arrive(&small->item_empty[count % kItems]);
+    ++count;
+  }
+  // By one lane.
+  __device__ void tell(const Item& item) {
+    const int slot = count % kItems;
+    ptx::mbar_wait(&small->item_empty[slot], (count / kItems & 1) ^ 1);
+    small->items[slot] = item;
+    ptx::mbar_arrive(&small->item_full[slot]);
+    ++count;
+  }
+};
+
+#endif  // MLA_SM90A
+}  // namespace decode
+}  // namespace deltafuse::mla
