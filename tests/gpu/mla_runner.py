@@ -46,6 +46,9 @@ Array = NDArray[Any]
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _I64, _I32, _F32, _PTR = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
+#: Names of what tests and tune_mla.py may choose.
+CHOICES = ("grain", "rows", "chapter_tiles", "spread", "early")
+
 #: Which past a present continues.
 PASTS = {
     "present_latent": "past_latent",
@@ -220,8 +223,17 @@ class Kernels:
         switch = lib.deltafuse_mla_cuda_masked_prompts
         switch.restype, switch.argtypes = None, [ctypes.c_int]
         switch(os.environ.get("DELTAFUSE_MLA_MASKED_PROMPTS") == "1")  # what it is for: mla_plan_cuda.h
+        self._choose = lib.deltafuse_mla_cuda_choose
+        self._choose.restype, self._choose.argtypes = ctypes.c_int, [ctypes.c_char_p, ctypes.c_int]
         self._core = lib.deltafuse_mla_cuda_core
         self._core.restype, self._core.argtypes = ctypes.c_char_p, [_PTR, _PTR, _PTR, _PTR]
+
+    def choose(self, **choices: int) -> None:
+        """What decode does from now on instead of what it would choose: ``DecodeChoice`` of mla_launch.h. What is not
+        named is left to it again. Before a call is prepared, not between that and its launch."""
+        for name in {**dict.fromkeys(CHOICES, -1), **choices}:
+            if not self._choose(name.encode(), choices.get(name, -1)):
+                raise KeyError(name)
 
     def refusal(self, params: Params, capability: int = 90) -> str | None:
         reason: bytes | None = self._refusal(ctypes.byref(params), capability)

@@ -229,6 +229,69 @@ def test_a_row_does_not_see_the_batch(kernels: Kernels, heads: int, cache_type: 
         assert np.array_equal(kernels.run(config, alone)["o"], whole[:count])
 
 
+#: Ways to cut the same sequences: tiles, sections or chapters to a block, a block or a warp that joins them.
+WAYS = (
+    {"grain": 0},
+    {"grain": 1, "spread": 0},
+    {"grain": 1, "spread": 1, "early": 0},
+    {"grain": 2, "spread": 0, "early": 0},
+    {"grain": 2, "spread": 1},
+)
+
+
+@pytest.mark.parametrize(
+    ("heads", "cache_type", "dtype", "longest"),
+    [
+        (32, "same", "bfloat16", 3000),
+        (32, "same", "float16", 9000),
+        (8, "int8", "bfloat16", 1500),
+        (8, "float8", "float16", 1500),
+        (64, "same", "bfloat16", 1400),
+        (64, "same", "bfloat16", 9000),
+    ],
+)
+def test_every_way_to_cut_gives_the_same_bits(
+    kernels: Kernels, heads: int, cache_type: str, dtype: str, longest: int
+) -> None:
+    config = replace(REAL_STATIC, num_heads=heads, cache_type=cache_type)
+    inputs = draw_inputs(config, 3, 1, longest, np.random.default_rng(3), "normal", dtype)
+    inputs["cache_lengths"][:] = (longest - 1, longest // 2 + 3, 77)
+    for name in ("past_latent", "past_k_rope"):
+        inputs[name] = np.nan_to_num(inputs[name].astype(np.float32), nan=0.5).astype(inputs[name].dtype)
+    if cache_type == "float8":
+        inputs["past_latent_scale"] = np.nan_to_num(inputs["past_latent_scale"], nan=0.25)
+    try:
+        kernels.choose(**WAYS[0])
+        first = kernels.run(config, inputs)
+        worst = errors(config, inputs, first)
+        assert max(worst.values()) <= tolerance("cuda", dtype, "normal", cache_type), worst
+        for way in WAYS[1:]:
+            kernels.choose(**way)
+            assert np.array_equal(kernels.run(config, inputs)["o"], first["o"]), way
+    finally:
+        kernels.choose()
+
+
+@pytest.mark.parametrize("cache_type", ["int8", "float8"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_code_is_read_exactly(kernels: Kernels, cache_type: str, dtype: str) -> None:
+    """All earlier tokens are the same one, which has every code: the output shows each."""
+    config = replace(REAL_STATIC, cache_type=cache_type, gate_activation="none")
+    inputs = draw_inputs(config, 2, 1, 64, np.random.default_rng(3), "normal", dtype)
+    codes = inputs["past_latent"]
+    every = np.arange(512, dtype=np.uint16).astype(np.uint8)
+    every[every == 0x80] = 0  # int8: not a code; float8: minus zero
+    every[(every & 0x7F) == 0x7F] = 0x7E if cache_type == "float8" else 0x7F
+    codes[...] = every.view(codes.dtype)
+    inputs["cache_lengths"][:] = (40, 63)
+    rope = inputs["past_k_rope"]  # where it was no token's before: NaN
+    inputs["past_k_rope"] = np.nan_to_num(rope.astype(np.float32), nan=0.5).astype(rope.dtype)
+    inputs["past_latent_scale"] = np.nan_to_num(inputs["past_latent_scale"], nan=0.01)
+    got = kernels.run(config, inputs)
+    worst = errors(config, inputs, got)
+    assert max(worst.values()) <= tolerance("cuda", dtype, "normal", cache_type), worst
+
+
 @pytest.mark.parametrize(("seq_len", "past"), [(1, 1000), (200, 50)])
 def test_replayed_from_a_graph(kernels: Kernels, seq_len: int, past: int) -> None:
     call = _call(kernels, REAL, 2, seq_len, past)
