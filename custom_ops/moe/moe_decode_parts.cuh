@@ -1,176 +1,109 @@
-// What both decode kernels do: route a few tokens in each block, stream weights through shared memory, and multiply 16
-// weight rows by 8 tokens in a warp. Loops stay rolled: each instruction runs a few times only, and fetching it costs
-// more.
+// What both decode kernels do: a warp streams 16 rows of packed weights through its own part of shared memory and
+// multiplies them with 8 tokens. Loops over stages stay rolled: instructions that run a few times cost more to fetch.
 #pragma once
 
+#include "moe_decode.h"
 #include "moe_fragment.cuh"
-#include "moe_select.cuh"
 
 namespace deltafuse::moe {
 
-constexpr int kRoutedTogether = 8;  // tokens whose scores are in shared memory at once
+template <Pack P>
+constexpr int kStageCols = P == Pack::kPlain ? 64 : 128;  // columns of a stage
 
-// A call's routing in shared memory. Every block makes its own: cheaper than a launch, and nothing has to be reset.
-struct Routing {
-  SoftmaxStats* stats;  // [kRoutedTogether]
-  float* scores;        // [kRoutedTogether, E], then choices, then [kRoutedTogether, n_group]
-  int* ids;             // [N, k]
-  float* weights;       // [N, k]
-  int* items;           // [N, k] an expert that is used, ascending, and 65536 times the first of 8 of its tokens
-  uint32_t* used;       // [32] bits
-  int* num_items;
+// A matrix has 16 slabs of 16 rows a tile; they lie so that neighbours hold neighbouring channels (see model_row in
+// moe_pack_sm80.cu): which unit, and which warp's rows of it.
+__host__ __device__ __forceinline__ int unit_of(int slab) { return (slab >> 3 & 1) * 2 + (slab & 1); }
+__host__ __device__ __forceinline__ int rows_of(int slab) { return slab >> 1 & 3; }
+__host__ __device__ __forceinline__ int slabs_of(const Packed& w) { return w.tiles * 16; }
 
-  static __host__ __device__ int together(const RouterArgs& a) {
-    return a.tokens < kRoutedTogether ? a.tokens : kRoutedTogether;
-  }
-  static __host__ __device__ size_t bytes(const RouterArgs& a) {
-    const size_t pairs = size_t(a.tokens) * a.top_k;
-    const size_t all =
-        together(a) * (sizeof(SoftmaxStats) + sizeof(float) * (2 * a.experts + a.n_group)) + 4 * (3 * pairs + 36);
-    return (all + 127) / 128 * 128;
-  }
-  __device__ Routing(unsigned char* base, const RouterArgs& a) {
-    const int pairs = a.tokens * a.top_k;
-    stats = reinterpret_cast<SoftmaxStats*>(base);
-    scores = reinterpret_cast<float*>(stats + together(a));
-    ids = reinterpret_cast<int*>(scores + together(a) * (2 * a.experts + a.n_group));
-    weights = reinterpret_cast<float*>(ids + pairs);
-    items = reinterpret_cast<int*>(weights + pairs);
-    used = reinterpret_cast<uint32_t*>(items + pairs);
-    num_items = reinterpret_cast<int*>(used + 32);
-  }
-};
-
-// The pairs of an expert into list, in order; the whole warp. Returns how many.
-__device__ __forceinline__ int pairs_of(const Routing& r, int pairs, int expert, int* list) {
-  const int lane = threadIdx.x % 32;
-  int count = 0;
-#pragma unroll 1
-  for (int base = 0; base < pairs; base += 32) {
-    const bool match = base + lane < pairs && r.ids[base + lane] == expert;
-    const unsigned matches = __ballot_sync(~0u, match);
-    if (match && list) list[count + __popc(matches & ((1u << lane) - 1))] = base + lane;
-    count += __popc(matches);
-  }
-  __syncwarp();
-  return count;
+// A slab's stage in shared memory: payload, then scales and zero points.
+__host__ __device__ __forceinline__ int slot_bytes_of(const Packed& w) { return (w.payload + w.tail) / 4; }
+inline __host__ __device__ int slot_bytes_of(const Packed& w, const Packed& other) {
+  const int one = slot_bytes_of(w), two = other.count ? slot_bytes_of(other) : 0;
+  return one > two ? one : two;
 }
-
-// All threads. `write`: also the outputs ids and weights.
-static __device__ __noinline__ void route(const RouterArgs& a, const Routing& r, bool write) {
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  const int together = Routing::together(a), pairs = a.tokens * a.top_k;
-  float* choices = r.scores + together * a.experts;
-  float* kept = choices + together * a.experts;
-  if (threadIdx.x < 32) r.used[threadIdx.x] = 0;
-#pragma unroll 1
-  for (int first = 0; first < a.tokens; first += together) {
-    const int count = min(together, a.tokens - first);
-    if (a.softmax) {
-      for (int n = warp; n < count; n += warps) softmax_stats(a, first + n, &r.stats[n]);
-      __syncthreads();
-    }
-    score_tokens(a, first, count, r.stats, r.scores, choices, threadIdx.x, blockDim.x);
-    __syncthreads();
-#pragma unroll 1
-    for (int n = warp; n < count; n += warps) {
-      int id;
-      float weight;
-      select(a, r.scores + n * a.experts, choices + n * a.experts, kept + n * a.n_group, &id, &weight);
-      if (lane < a.top_k) {
-        const int pair = (first + n) * a.top_k + lane;
-        r.ids[pair] = id, r.weights[pair] = weight;
-        atomicOr(&r.used[id / 32], 1u << (id % 32));
-        if (write && a.ids_out) a.ids_out[pair] = id;
-        if (write && a.weights_out) a.weights_out[pair] = weight;
-      }
-    }
-    __syncthreads();
-  }
-  if (warp == 0) {
-    const uint32_t own = r.used[lane];
-    int upto = __popc(own);
-#pragma unroll 1
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(~0u, upto, step);
-      if (lane >= step) upto += below;
-    }
-    int total = __shfl_sync(~0u, upto, 31), at = upto - __popc(own);
-    for (uint32_t bits = own; bits; bits &= bits - 1) r.items[at++] = lane * 32 + __ffs(static_cast<int>(bits)) - 1;
-    __syncwarp();
-    if (a.tokens > 8) {  // experts of more than 8 tokens come again
-      const int experts = total;
-#pragma unroll 1
-      for (int i = 0; i < experts; ++i) {
-        const int expert = r.items[i], count = pairs_of(r, pairs, expert, nullptr);
-        for (int begin = 8; begin < count; begin += 8) r.items[total++] = expert | begin << 16;
-      }
-    }
-    if (lane == 0) *r.num_items = total;
-  }
-  __syncthreads();
-}
-
-// How a warp's 16 rows of a stage come into shared memory: payload, then scales and zero points, then the next.
-struct Slot {
-  static __host__ __device__ int bytes(const Packed& w) { return w.payload / 4 + w.tail / 4; }
-};
 
 // 16 bytes to shared memory, not waited for.
-__device__ __forceinline__ void copy16(unsigned char* shared, const unsigned char* global) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global)
-      : "memory");
+__device__ __forceinline__ void copy16(uint32_t shared, const unsigned char* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(shared), "l"(global) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
-
-// Starts copying 16 rows (those of `slab` in `unit`) of a stage; the whole warp.
-__device__ __forceinline__ void fetch_slab(const Packed& w, const unsigned char* stage, int unit, int slab,
-                                           unsigned char* slot) {
-  const int lane = threadIdx.x % 32;
-  const bool rows = w.pack == Pack::kPlain || w.pack == Pack::kFloat8;  // else in the order of lanes
-  const unsigned char* payload = stage + unit * w.payload + slab * (rows ? 2048 : 512) + lane * 16;
-  const int step = rows ? 512 : 2048;
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// Lines of [p, p + bytes) on their way to the L2, those of thread `at` of `of`.
+__device__ __forceinline__ void to_l2(const void* p, int64_t bytes, int64_t at, int64_t of) {
 #pragma unroll 1
-  for (int i = 0; i < w.payload / 2048; ++i) copy16(slot + i * 512 + lane * 16, payload + i * step);
-  const unsigned char* tail = stage + 4 * w.payload + unit * w.tail;
-  const int bytes = w.pack == Pack::kFloat8 ? 64 : 32;  // of 16 rows' scales
-#pragma unroll 1
-  for (int i = lane; i < w.tail / 64; i += 32) {
-    const int part = i * 16 / bytes, within = i * 16 % bytes;
-    copy16(slot + w.payload / 4 + i * 16, tail + part * 4 * bytes + slab * bytes + within);
+  for (int64_t i = at * 128; i < bytes; i += of * 128) {
+    asm volatile("prefetch.global.L2 [%0];\n" ::"l"(static_cast<const unsigned char*>(p) + i));
   }
 }
 
-// total += factor * weights of a slot times 8 tokens. right(p): the lane's right operand of steps 2p and 2p + 1.
-template <typename T, Pack P, typename Right>
-__device__ __forceinline__ void multiply_slot(const Packed& w, const unsigned char* slot, Right right, float factor,
-                                              float (&total)[4]) {
-  constexpr bool kInteger = Raw<T, P>::kInteger;
+// A number that all lanes of a warp have, said so to the compiler.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// What a lane copies of a slab's stages.
+struct Source {
+  const unsigned char* payload;  // the lane's
+  int tail;                      // from there to the lane's part of scales and zero points; 0: it has none
+};
+template <Pack P>
+__device__ __forceinline__ Source slab_source(const Packed& w, int expert, int slab, int stage) {
+  constexpr bool kRows = P == Pack::kPlain || P == Pack::kFloat8;  // else in the order of lanes
+  constexpr int kTail = P == Pack::kFloat8 ? 64 : 32;              // bytes of 16 rows' scales
+  const int lane = threadIdx.x % 32, unit = unit_of(slab), rows = rows_of(slab);
+  const unsigned char* base =
+      w.data + expert * w.expert_bytes() + slab / 16 * w.tile_bytes() + int64_t(stage) * w.stage_bytes();
+  const int payload = unit * w.payload + rows * (kRows ? 2048 : 512) + lane * 16;
+  const int part = lane * 16 / kTail, within = lane * 16 % kTail;
+  const int tail = 4 * w.payload + unit * w.tail + (part * 4 + rows) * kTail + within;
+  return Source{base + payload, lane < w.tail / 64 ? tail - payload : 0};
+}
+template <Pack P>
+__device__ __forceinline__ void copy_stage(const Source& from, uint32_t slot) {
+  constexpr int kPieces = Shape<P>::kWords, kStep = P == Pack::kPlain || P == Pack::kFloat8 ? 512 : 2048;
+  const uint32_t to = slot + threadIdx.x % 32 * 16;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) copy16(to + i * 512, from.payload + i * kStep);
+  if (from.tail) copy16(to + kPieces * 512, from.payload + from.tail);
+}
+
+// total += factor * 16 rows of weights times 8 tokens. zeros: there are zero points. right: the lane's part of its
+// token's columns in this stage; zeros where it does not `have` one. kFine: a scale for 32 columns, else for 128.
+// sum_of(i, sub): what columns of the lane's token i (of 2) add up to; kOnes: products with ones find it.
+template <typename T, Pack P, bool kFine, bool kOnes, typename SumOf>
+__device__ __forceinline__ void multiply_slot(bool zeros, const unsigned char* slot, const unsigned char* right,
+                                              bool have, SumOf sum_of, float factor, float (&total)[4]) {
+  using Left = Raw<T, P>;
+  constexpr bool kInteger = Left::kInteger;
   constexpr int kSteps = Shape<P>::kSteps;
   constexpr int kPerPiece = P == Pack::kInt4 || P == Pack::kFloat8 ? 4 : 2;  // steps of a lane's 16 bytes
+  constexpr int kSub = kFine ? 4 : 1;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const unsigned char* tail = slot + w.payload / 4;
-  float sum[4] = {}, high[4] = {}, ones[4] = {};
-  auto flush = [&](float s0, float s1, float z0, float z1) {
+  const unsigned char* tail = slot + Shape<P>::kWords * 512;
+  float sum[2][4] = {}, high[4] = {}, ones[4] = {};
+  auto flush = [&](float s0, float s1, float z0, float z1, int sub) {
+    s0 *= factor, s1 *= factor;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float all = Raw<T, P>::kHalves ? fmaf(16.0f, high[i], sum[i]) : sum[i];
-      total[i] += (i < 2 ? s0 : s1) * factor * fmaf(-(Raw<T, P>::kBase + (i < 2 ? z0 : z1)), ones[i], all);
-      sum[i] = high[i] = ones[i] = 0.0f;
+      float all = sum[0][i] + sum[1][i];
+      if constexpr (Left::kHalves) all = fmaf(16.0f, high[i], all);
+      if constexpr (kInteger) {
+        all = fmaf(-(Left::kBase + (i < 2 ? z0 : z1)), kOnes ? ones[i] : sum_of(i & 1, sub), all);
+      }
+      total[i] = fmaf(i < 2 ? s0 : s1, all, total[i]);
+      sum[0][i] = sum[1][i] = high[i] = ones[i] = 0.0f;
     }
   };
   auto flush_integers = [&](int sub) {
     const T* values = reinterpret_cast<const T*>(tail) + sub * 16 + g;
-    flush(to_float(values[0]), to_float(values[8]), w.zeros ? to_float(values[w.sub * 16]) : Raw<T, P>::kMiddle,
-          w.zeros ? to_float(values[w.sub * 16 + 8]) : Raw<T, P>::kMiddle);
+    flush(to_float(values[0]), to_float(values[8]), zeros ? to_float(values[kSub * 16]) : Left::kMiddle,
+          zeros ? to_float(values[kSub * 16 + 8]) : Left::kMiddle, sub);
   };
-  const bool fine = kInteger && w.sub != 1;
 #pragma unroll
   for (int piece = 0; piece < kSteps / kPerPiece; ++piece) {
     uint4 x, y;
@@ -183,41 +116,74 @@ __device__ __forceinline__ void multiply_slot(const Packed& w, const unsigned ch
 #pragma unroll
     for (int i = 0; i < kPerPiece; i += 2) {
       const int p = (piece * kPerPiece + i) / 2;
-      const uint4 b = right(p);
+      const uint4 b = have ? *reinterpret_cast<const uint4*>(right + p * 64) : make_uint4(0, 0, 0, 0);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         uint32_t a[4], h[4];
         const uint32_t b0 = j ? b.z : b.x, b1 = j ? b.w : b.y;
         if constexpr (kInteger) {
-          Raw<T, P>::integers(x, i + j, a, h);
+          Left::integers(x, i + j, a, h);
         } else {
-          Raw<T, P>::floats(x, y, i + j, a);
+          Left::floats(x, y, i + j, a);
         }
-        mma(sum, a, b0, b1, T());
-        if constexpr (Raw<T, P>::kHalves) mma(high, h, b0, b1, T());
-        if constexpr (kInteger) {
+        mma(sum[j], a, b0, b1, T());
+        if constexpr (Left::kHalves) mma(high, h, b0, b1, T());
+        if constexpr (kInteger && kOnes) {
           const uint32_t one = twice<T>(1.0f);
           const uint32_t o[4] = {one, one, one, one};
           mma(ones, o, b0, b1, T());
         }
       }
-      if constexpr (kInteger) {
-        if (fine) flush_integers(p);
-      }
+      if constexpr (kInteger && kFine) flush_integers(p);
     }
   }
   if constexpr (kInteger) {
-    if (!fine) flush_integers(0);
+    if constexpr (!kFine) flush_integers(0);
   } else if constexpr (P == Pack::kFloat8) {
     const float* scale = reinterpret_cast<const float*>(tail) + g;
-    flush(scale[0] * Raw<T, P>::kFactor, scale[8] * Raw<T, P>::kFactor, 0.0f, 0.0f);
+    flush(scale[0] * Left::kFactor, scale[8] * Left::kFactor, 0.0f, 0.0f, 0);
   } else {
-    flush(1.0f, 1.0f, 0.0f, 0.0f);
+    flush(1.0f, 1.0f, 0.0f, 0.0f, 0);
   }
 }
+// The same for scales of either kind.
+template <typename T, Pack P, bool kOnes, typename SumOf>
+__device__ __forceinline__ void multiply_any(bool fine, bool zeros, const unsigned char* slot,
+                                             const unsigned char* right, bool have, SumOf sum_of, float factor,
+                                             float (&total)[4]) {
+  if constexpr (P == Pack::kInt4 || P == Pack::kInt8) {
+    if (fine) {
+      multiply_slot<T, P, true, kOnes>(zeros, slot, right, have, sum_of, factor, total);
+      return;
+    }
+  }
+  multiply_slot<T, P, false, kOnes>(zeros, slot, right, have, sum_of, factor, total);
+}
 
-// Columns of a stage.
 template <Pack P>
-constexpr int kStageCols = P == Pack::kPlain ? 64 : 128;
+struct PackOf {
+  static constexpr Pack kPack = P;
+};
+// Calls run with the experts' format and the shared expert's, as types: the same, or the activations' own.
+template <typename Run>
+cudaError_t dispatch_packs(Pack pack, Pack shared, Run run) {
+  auto with = [&](auto own) {
+    if constexpr (decltype(own)::kPack != Pack::kPlain) {
+      if (shared != pack) return run(own, PackOf<Pack::kPlain>());
+    }
+    return run(own, own);
+  };
+  switch (pack) {
+    case Pack::kPlain:
+      return with(PackOf<Pack::kPlain>());
+    case Pack::kInt4:
+      return with(PackOf<Pack::kInt4>());
+    case Pack::kInt8:
+      return with(PackOf<Pack::kInt8>());
+    case Pack::kFloat8:
+      return with(PackOf<Pack::kFloat8>());
+  }
+  return cudaErrorInvalidValue;
+}
 
 }  // namespace deltafuse::moe

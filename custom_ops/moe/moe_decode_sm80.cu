@@ -1,18 +1,33 @@
-// Which of the decode kernels a call takes.
-#include "moe_decode.cuh"
+// Which of the decode kernels a call takes, and how much shared memory they need.
+#include <algorithm>
+
+#include "moe_decode_first.cuh"
+#include "moe_decode_second.cuh"
 
 namespace deltafuse::moe {
 
-cudaError_t launch_decode_bf16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
-cudaError_t launch_decode_f16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t launch_first_bf16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t launch_first_f16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t launch_second_bf16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t launch_second_f16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
 
-size_t decode_shared_bytes(const DecodeArgs& args) {
-  const size_t first = FirstShared::bytes(args, 5), second = SecondShared::bytes(args, 4);  // the deepest
-  return first > second ? first : second;
+DecodeTuning& decode_tuning() {
+  static DecodeTuning tuning;
+  return tuning;
+}
+
+size_t decode_shared_bytes(const DecodeArgs& a) {
+  const size_t first = FirstShared::bytes(a, a.tuning.first_threads / 32);
+  const bool one = SecondShared::one(a);
+  return std::max(first, SecondShared::bytes(a, (one ? a.tuning.second_threads : a.tuning.many_threads) / 32,
+                                             one ? kOneDepth : kManyDepth));
 }
 
 cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {
-  return dtype == DType::kFloat16 ? launch_decode_f16(args, device, stream) : launch_decode_bf16(args, device, stream);
+  const bool half = dtype == DType::kFloat16;
+  const cudaError_t status = half ? launch_first_f16(args, device, stream) : launch_first_bf16(args, device, stream);
+  if (status != cudaSuccess) return status;
+  return half ? launch_second_f16(args, device, stream) : launch_second_bf16(args, device, stream);
 }
 
 }  // namespace deltafuse::moe

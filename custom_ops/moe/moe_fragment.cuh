@@ -46,6 +46,19 @@ __host__ __device__ __forceinline__ int operand_slot(Pack pack, int k) {
   }
 }
 
+// And back: the column of 128 that stands there.
+__host__ __device__ __forceinline__ int operand_column(Pack pack, int slot) {
+  const int step = slot / 32 * 2 + slot / 4 % 2, t = slot / 8 % 4, b = slot / 2 % 2, high = slot % 2;
+  switch (pack) {
+    case Pack::kPlain:
+      return step / 4 * 64 + (step % 4 / 2 * 4 + t) * 8 + step % 2 * 4 + b * 2 + high;
+    case Pack::kFloat8:
+      return (step / 4 * 4 + t) * 16 + step % 4 * 4 + b + 2 * high;
+    default:
+      return step * 16 + b * 8 + t * 2 + high;
+  }
+}
+
 // Weights are read once: past the L1 cache. Volatile, so that what is loaded ahead stays ahead.
 __device__ __forceinline__ uint4 load_weights(const void* p) {
   uint4 v;

@@ -13,8 +13,6 @@ namespace deltafuse::moe {
 
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
-constexpr int kDecodeTokens = 4;   // calls of more tokens are prompts
-constexpr int kDecodePairs = 512;  // token-expert pairs of a decode call
 constexpr int kUnitRows = 64;      // rows that a warpgroup's product takes
 constexpr int kTileRows = 256;     // rows of a block's tile: four units
 
@@ -90,19 +88,6 @@ struct PermuteArgs {   // what the experts' products need, from the chosen ids
   int32_t blocks;
 };
 
-struct DecodeArgs {
-  RouterArgs router;
-  Packed gate_up, down, shared_gate_up, shared_down;  // shared: count 0 where there is none
-  Activity activity;
-  const void* shared_gate;  // [D] or null
-  DType shared_gate_type;
-  const void* x;  // [N, x_cols]
-  int32_t x_cols;
-  void* h;           // [pairs + tokens, h_stride] of T, in the order of the products' right operands
-  int32_t h_stride;  // elements
-  void* y;
-};
-
 struct GemmArgs {
   Packed weights;
   // The right operand. Natural: rows [.., x_stride bytes]. Arranged, for Hopper: of each tile the first 128 bytes of
@@ -153,8 +138,6 @@ cudaError_t launch_pack(const Matrix& from, const Packed& to, float* multiplier,
 cudaError_t launch_logits(const RouterArgs& args, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, cudaStream_t stream);
 int select_blocks(int tokens, const DeviceInfo& device);
-cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
-size_t decode_shared_bytes(const DecodeArgs& args);  // of a block
 // Rows of x [rows, cols] with a stride that kernels can load 16 bytes from; the rest is zeros.
 cudaError_t launch_pad(const void* x, void* out, int64_t rows, int cols, int padded, int element, cudaStream_t stream);
 // Tokens as Hopper's right operand (see GemmArgs), float8 with scales where `scale` is given.

@@ -45,9 +45,11 @@ __device__ __forceinline__ int exclusive_sums(int* values, int count, int* scrat
   return scratch[kWarps];
 }
 
-__global__ void __launch_bounds__(kWarps * 32) select_kernel(RouterArgs a, PermuteArgs p) {
+__global__ void __launch_bounds__(kWarps * 32)
+    select_kernel(const __grid_constant__ RouterArgs a, const __grid_constant__ PermuteArgs p) {
   extern __shared__ __align__(16) float shared[];
   __shared__ SoftmaxStats stats[kWarps];
+  __shared__ Candidate candidates[kWarps][kCandidates];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = p.blocks;
   const int each = 2 * a.experts + a.n_group;
   int* counts = reinterpret_cast<int*>(shared + kWarps * each);
@@ -55,29 +57,36 @@ __global__ void __launch_bounds__(kWarps * 32) select_kernel(RouterArgs a, Permu
   for (int e = threadIdx.x; e < a.experts; e += blockDim.x) counts[e] = 0;
   __syncthreads();
 
+  wait_previous();
+  release_next();
+
   const int first = static_cast<int>(int64_t(a.tokens) * block / blocks);
   const int end = static_cast<int>(int64_t(a.tokens) * (block + 1) / blocks);
   // A warp takes a token; a lone token's scores are made by all.
   const bool alone = end - first == 1;
   if (alone) {
-    if (a.softmax && warp == 0) softmax_stats(a, first, &stats[0]);
+    auto logit = [&](int, int expert) { return logit_of(a, first, expert); };
+    if (a.softmax && warp == 0) softmax_stats(a.experts, [&](int expert) { return logit(0, expert); }, &stats[0]);
     __syncthreads();
-    score_tokens(a, first, 1, stats, shared, shared + a.experts, threadIdx.x, blockDim.x);
+    score_tokens(a, 1, logit, stats, shared, shared + a.experts, threadIdx.x, blockDim.x);
     __syncthreads();
   }
 #pragma unroll 1
   for (int token = first + warp; token < end; token += kWarps) {
     float* scores = shared + warp * each;
     float* choices = scores + a.experts;
-    if (!alone) {
-      if (a.softmax) softmax_stats(a, token, &stats[warp]);
+    if (!alone) {  // all logits are on their way at once
+#pragma unroll 16
+      for (int e = lane; e < a.experts; e += 32) choices[e] = logit_of(a, token, e);
+      auto logit = [&](int, int expert) { return choices[expert]; };
+      if (a.softmax) softmax_stats(a.experts, [&](int expert) { return logit(0, expert); }, &stats[warp]);
       __syncwarp();
-      score_tokens(a, token, 1, &stats[warp], scores, choices, lane, 32);
+      score_tokens(a, 1, logit, &stats[warp], scores, choices, lane, 32);
       __syncwarp();
     }
     int id;
     float weight;
-    select(a, scores, choices, choices + a.experts, &id, &weight);
+    select(a, scores, choices, choices + a.experts, candidates[warp], &id, &weight);
     if (lane < a.top_k) {
       const int64_t pair = int64_t(token) * a.top_k + lane;
       p.ids[pair] = id;
@@ -168,16 +177,24 @@ cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, cu
     status = cudaMemsetAsync(permute.barrier, 0, sizeof(uint32_t), stream);
     if (status != cudaSuccess) return status;
   }
+  DeviceInfo device;
+  status = device_info(&device);
+  if (status != cudaSuccess) return status;
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  if (permute.blocks > 1) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(permute.blocks));
   config.blockDim = dim3(kWarps * 32);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = permute.blocks > 1 ? 1 : 0;
+  config.numAttrs = permute.blocks > 1 || device.capability >= 90 ? 1 : 0;
   status = cudaLaunchKernelEx(&config, select_kernel, args, permute);
   return status == cudaSuccess ? cudaGetLastError() : status;
 }

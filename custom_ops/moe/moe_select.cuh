@@ -52,39 +52,41 @@ __device__ __forceinline__ float logit_of(const RouterArgs& a, int64_t token, in
 struct SoftmaxStats {
   double largest, inverse;  // of the sum
 };
-// The whole warp.
-static __device__ __noinline__ void softmax_stats(const RouterArgs& a, int64_t token, SoftmaxStats* stats) {
+// The whole warp. logit(e): the token's.
+template <typename Logit>
+__device__ __forceinline__ void softmax_stats(int experts, Logit logit, SoftmaxStats* stats) {
   const int lane = threadIdx.x % 32;
   float largest = __int_as_float(0xff800000);
 #pragma unroll 1
-  for (int e = lane; e < a.experts; e += 32) largest = fmaxf(largest, logit_of(a, token, e));
+  for (int e = lane; e < experts; e += 32) largest = fmaxf(largest, logit(e));
 #pragma unroll 1
   for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
   double sum = 0.0;
 #pragma unroll 1
-  for (int e = lane; e < a.experts; e += 32) {
-    sum += exp_negative(static_cast<double>(logit_of(a, token, e)) - static_cast<double>(largest));
+  for (int e = lane; e < experts; e += 32) {
+    sum += exp_negative(static_cast<double>(logit(e)) - static_cast<double>(largest));
   }
 #pragma unroll 1
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   stats->largest = static_cast<double>(largest), stats->inverse = 1.0 / sum;
 }
 
-// Scores and choices of `tokens` tokens from `first` on into shared memory [tokens, E], by `threads` threads of which
-// this is `thread`. stats: of each token, for softmax.
-__device__ __forceinline__ void score_tokens(const RouterArgs& a, int64_t first, int tokens, const SoftmaxStats* stats,
+// Scores and choices of `tokens` tokens into shared memory [tokens, E], by `threads` threads of which this is `thread`.
+// logit(token, expert): may read what stands in `choices`. stats: of each token, for softmax.
+template <typename Logit>
+__device__ __forceinline__ void score_tokens(const RouterArgs& a, int tokens, Logit logit, const SoftmaxStats* stats,
                                              float* scores, float* choices, int thread, int threads) {
   constexpr int kTogether = 4;
   const int total = tokens * a.experts;
 #pragma unroll 1
   for (int base = thread; base < total; base += kTogether * threads) {
-    float logit[kTogether], bias[kTogether];
+    float value[kTogether], bias[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       const int i = base + j * threads;
       if (i >= total) break;
       const int token = tokens == 1 ? 0 : i / a.experts, expert = i - token * a.experts;
-      logit[j] = logit_of(a, first + token, expert);
+      value[j] = logit(token, expert);
       bias[j] = a.expert_bias ? __ldg(a.expert_bias + expert) : 0.0f;
     }
 #pragma unroll
@@ -93,10 +95,10 @@ __device__ __forceinline__ void score_tokens(const RouterArgs& a, int64_t first,
       if (i >= total) break;
       float score;
       if (a.softmax) {
-        const SoftmaxStats& s = stats[i / a.experts];
-        score = static_cast<float>(exp_negative(static_cast<double>(logit[j]) - s.largest) * s.inverse);
+        const SoftmaxStats& s = stats[tokens == 1 ? 0 : i / a.experts];
+        score = static_cast<float>(exp_negative(static_cast<double>(value[j]) - s.largest) * s.inverse);
       } else {
-        score = sigmoid_exact(logit[j]);
+        score = sigmoid_exact(value[j]);
       }
       scores[i] = score;
       choices[i] = comparable(a.expert_bias ? score + bias[j] : score);
@@ -160,11 +162,80 @@ static __device__ __noinline__ void mask_groups(const RouterArgs& a, float* choi
   __syncwarp();
 }
 
+// A candidate's place among the choices: its key and its expert.
+struct Candidate {
+  uint32_t key;
+  int expert;
+};
+constexpr int kCandidates = 32;  // room for a warp's
+
+// The top_k largest keys, of equal ones the lower expert first, lane j gets the j-th; the whole warp. A lane holds
+// kEach neighbouring experts. Only keys as large as the top_k-th of the lanes' best ones can be among them: those go to
+// shared memory, and each finds how many are ahead of it.
+template <int kEach>
+__device__ __forceinline__ int largest(uint32_t (&keys)[kEach], int top_k, Candidate* candidates) {
+  const int lane = threadIdx.x % 32;
+  uint32_t best = keys[0];
+#pragma unroll
+  for (int i = 1; i < kEach; ++i) best = max(best, keys[i]);
+  int ahead = 0;
+#pragma unroll 8
+  for (int j = 0; j < 32; ++j) {
+    const uint32_t other = __shfl_sync(~0u, best, j);
+    ahead += other > best || (other == best && j < lane);
+  }
+  const int last = __ffs(static_cast<int>(__ballot_sync(~0u, ahead == top_k - 1))) - 1;
+  const uint32_t least = max(__shfl_sync(~0u, best, last), 1u);  // 0: there is no expert
+  const unsigned below = (1u << lane) - 1;
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const bool in = keys[i] >= least;
+    const unsigned who = __ballot_sync(~0u, in);
+    const int at = count + __popc(who & below);
+    if (in && at < kCandidates) candidates[at] = Candidate{keys[i], lane * kEach + i};
+    count += __popc(who);
+  }
+  if (count <= kCandidates) {
+    __syncwarp();
+    const Candidate own = lane < count ? candidates[lane] : Candidate{0, 0};
+    int place = 0;
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) {
+      const Candidate other = candidates[j];
+      place += other.key > own.key || (other.key == own.key && other.expert < own.expert);
+    }
+    __syncwarp();
+    if (lane < count && place < top_k) candidates[place].expert = own.expert;
+    __syncwarp();
+    const int mine = lane < top_k ? candidates[lane].expert : 0;
+    __syncwarp();
+    return mine;
+  }
+  int mine = 0;  // many equal keys: one after the other
+#pragma unroll 1
+  for (int j = 0; j < top_k; ++j) {
+    int at = 0;
+    best = keys[0];
+#pragma unroll
+    for (int i = 1; i < kEach; ++i) {
+      if (keys[i] > best) best = keys[i], at = i;
+    }
+    const uint32_t most = __reduce_max_sync(~0u, best);
+    const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, best == most))) - 1;  // lower lanes hold lower experts
+    const int expert = owner * kEach + __shfl_sync(~0u, at, owner);
+    if (lane == j) mine = expert;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) keys[i] = lane == owner && i == at ? 0 : keys[i];
+  }
+  return mine;
+}
+
 // Chooses a token's experts; the whole warp, a lane holds kEach neighbouring experts. Lane j < top_k returns with the
 // j-th expert and its weight.
 template <int kEach>
-static __device__ __noinline__ void select_from(const RouterArgs& a, const float* scores, float* choices, float* kept,
-                                                int* id, float* weight) {
+__device__ __forceinline__ void select_from(const RouterArgs& a, const float* scores, float* choices, float* kept,
+                                            Candidate* candidates, int* id, float* weight) {
   const int lane = threadIdx.x % 32;
   const bool grouped = a.topk_group < a.n_group;
   // Groups that are whole lanes, a power of two of them, go by registers.
@@ -208,52 +279,38 @@ static __device__ __noinline__ void select_from(const RouterArgs& a, const float
       for (int i = 0; i < kEach; ++i) keys[i] = lane * kEach + i < a.experts ? masked : 0;
     }
   }
-  uint32_t best = 0;
-  int at = 0, mine = 0;
-  auto find = [&] {
-    best = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (keys[i] > best) best = keys[i], at = i;
-    }
-  };
-  find();
-#pragma unroll 1
-  for (int j = 0; j < a.top_k; ++j) {
-    const uint32_t most = __reduce_max_sync(~0u, best);
-    const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, best == most))) - 1;  // lower lanes hold lower experts
-    const int expert = owner * kEach + __shfl_sync(~0u, at, owner);
-    if (lane == j) mine = expert;
-    if (lane == owner) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) keys[i] = i == at ? 0 : keys[i];
-      find();
-    }
-  }
+  const int mine = largest(keys, a.top_k, candidates);
   float w = lane < a.top_k ? scores[mine] : 0.0f;
   if (grouped && a.masked_weights) {
     const bool stays = easy ? (staying >> (mine / kEach)) & 1 : kept[mine / size] != 0.0f;
     if (!stays) w = 0.0f;
   }
   if (a.norm_topk_prob) {
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int j = 0; j < a.top_k; ++j) sum += __shfl_sync(~0u, w, j);
+    float sum = w;
+#pragma unroll 1
+    for (int step = 1; step < a.top_k; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     w = w / (sum + a.norm_eps);
   }
   *id = mine, *weight = w * a.scaling;
 }
 
-__device__ __forceinline__ void select(const RouterArgs& a, const float* scores, float* choices, float* kept, int* id,
-                                       float* weight) {
+// Apart: its registers would weigh on everything else in the kernel.
+static __device__ __noinline__ void select_from_many(const RouterArgs& a, const float* scores, float* choices,
+                                                     float* kept, Candidate* candidates, int* id, float* weight) {
+  select_from<32>(a, scores, choices, kept, candidates, id, weight);
+}
+
+// candidates: kCandidates of the warp's own.
+__device__ __forceinline__ void select(const RouterArgs& a, const float* scores, float* choices, float* kept,
+                                       Candidate* candidates, int* id, float* weight) {
   if (a.experts <= 64) {
-    select_from<2>(a, scores, choices, kept, id, weight);
+    select_from<2>(a, scores, choices, kept, candidates, id, weight);
   } else if (a.experts <= 256) {
-    select_from<8>(a, scores, choices, kept, id, weight);
+    select_from<8>(a, scores, choices, kept, candidates, id, weight);
   } else if (a.experts <= 512) {
-    select_from<16>(a, scores, choices, kept, id, weight);
+    select_from<16>(a, scores, choices, kept, candidates, id, weight);
   } else {
-    select_from<32>(a, scores, choices, kept, id, weight);
+    select_from_many(a, scores, choices, kept, candidates, id, weight);
   }
 }
 

@@ -1,0 +1,89 @@
+// Calls of a few tokens: what their three kernels share with the dispatch. See NOTES.md.
+#pragma once
+
+#include "moe_launch.h"
+
+namespace deltafuse::moe {
+
+constexpr int kDecodeTokens = 32;  // calls of more tokens are prompts
+constexpr int kDecodePairs = 512;  // token-expert pairs of a decode call
+
+// How the kernels are driven; results differ in rounding at most.
+struct DecodeTuning {
+  int32_t tokens = kDecodeTokens;  // calls of more are prompts; at most kDecodeTokens
+  int32_t first_threads = 512;     // of a block of the first product: a power of two, 128 to 512
+  int32_t first_blocks = 0;        // a multiprocessor: 0: one for one token, else two where they fit
+  int32_t split = 2;               // warps that share 16 rows: 1, 2, 4, 8
+  int32_t second_threads = 256;    // of a block of the second product, one token: 64 to 256
+  int32_t many_threads = 512;      // the same, more tokens: 64 to 512
+  int32_t dependent = 1;           // a kernel starts while the one before runs
+  int32_t prefetch = 1;            // router's and shared expert's weights go to the L2 early
+  int32_t rehearse = 1;            // the choice runs once on zeros while the logits are made
+};
+DecodeTuning& decode_tuning();  // the process's
+
+// Tokens as the right operand of a product.
+struct Operand {
+  void* data = nullptr;   // T [N, cols], columns in the order of operand_slot
+  float* sums = nullptr;  // integer weights: [N, cols / 128 * sub], what the columns that share a scale add up to
+  int32_t cols = 0;       // a multiple of 128
+  Pack pack = Pack::kPlain;
+  int32_t sub = 0;  // 0: no sums
+};
+
+// Quotients by a number d that is known when the kernel is launched, of n below 2^32 / d.
+struct Divider {
+  uint32_t divisor = 1, magic = 0;  // magic 0: by 1
+  Divider() = default;
+  explicit Divider(int d) : divisor(d), magic(d == 1 ? 0 : static_cast<uint32_t>((uint64_t(1) << 32) / d) + 1) {}
+#if defined(__CUDACC__)
+  __device__ __forceinline__ int operator()(int n) const {
+    return static_cast<int>(magic ? __umulhi(static_cast<uint32_t>(n), magic) : static_cast<uint32_t>(n));
+  }
+#endif
+};
+
+struct DecodeArgs {
+  RouterArgs router;
+  Packed gate_up, down, shared_gate_up, shared_down;  // shared: count 0 where there is none
+  Activity activity;
+  const void* shared_gate;  // [D] or null
+  DType shared_gate_type;
+  Operand x, shared_x;  // for gate_up; for shared_gate_up, data null where x serves
+  float* gates;         // [N] sigmoid(shared_gate x)
+  int32_t* routed;      // how many experts are used; which [pairs]; the place of each pair's there [pairs]
+  void* h;              // T [pairs + tokens, h_stride], in the order of the second product's right operands
+  int32_t h_stride;     // elements
+  void* y;
+  Divider by_slabs, by_shared_slabs, by_top_k;  // slabs: groups of 16 rows of gate_up, of shared_gate_up
+  DecodeTuning tuning;
+};
+
+size_t decode_shared_bytes(const DecodeArgs& args);  // of a block, at most
+// Router logits, and the tokens as right operands.
+cudaError_t launch_prepare(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
+// Choice, gates and ups with the activation; then down, weighted sum, shared expert.
+cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
+
+// Launches with shared memory and, where `dependent`, as a dependent of the kernel before.
+template <typename... Formal, typename... Actual>
+cudaError_t launch_kernel(void (*kernel)(Formal...), int64_t blocks, int threads, size_t shared, bool dependent,
+                          cudaStream_t stream, const Actual&... args) {
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  status = cudaLaunchKernelEx(&config, kernel, args...);
+  return status == cudaSuccess ? cudaGetLastError() : status;
+}
+
+}  // namespace deltafuse::moe
