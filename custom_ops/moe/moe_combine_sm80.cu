@@ -6,58 +6,32 @@
 namespace deltafuse::moe {
 namespace {
 
-constexpr int kArrangeSlices = 4;
-
-// A warp takes a row, blocks of 128 bytes one after the other.
-template <typename T, bool kEight>
-__global__ void __launch_bounds__(256) arrange_kernel(ArrangeArgs a) {
-  if (static_cast<int>(blockIdx.x) >= *a.num_tiles) return;
-  const TokenTile tile = a.tiles[blockIdx.x];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = arranged_rows(tile.count);
-  const int64_t first = int64_t(tile.start) * a.out_blocks;
-  for (int r = blockIdx.y * 8 + warp; r < tile.count; r += 8 * kArrangeSlices) {
-    const int64_t row = a.rows ? a.rows[tile.start + r] : tile.start + r;
-    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-    auto* out = static_cast<unsigned char*>(a.out);
-    if constexpr (!kEight) {
-#pragma unroll 2
-      for (int chunk = lane; chunk < a.out_blocks * 8; chunk += 32) {
-        uint4 words = make_uint4(0, 0, 0, 0);
-        if (chunk * 8 < a.cols) words = *reinterpret_cast<const uint4*>(x + chunk * 8);
-        const int64_t block = first + int64_t(chunk / 8) * count + r;
-        *reinterpret_cast<uint4*>(out + block * 128 + (chunk % 8 ^ (r & 7)) * 16) = words;
-      }
-    } else {  // the largest of 128 columns becomes 448
-#pragma unroll 4
-      for (int b = 0; b < a.out_blocks; ++b) {
-        const int col = b * 128 + lane * 4;
-        uint2 words = make_uint2(0, 0);
-        if (col < a.cols) words = *reinterpret_cast<const uint2*>(x + col);
-        const float2 low = unpack_pair(words.x, T()), high = unpack_pair(words.y, T());
-        float most = fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y)));
-        for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        const float by = most > 0.0f ? most / 448.0f : 1.0f, times = 1.0f / by;
-        const float v[4] = {low.x * times, low.y * times, high.x * times, high.y * times};
-        uint32_t packed = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          packed |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v[i], __NV_SATFINITE, __NV_E4M3)) << (8 * i);
-        }
-        const int64_t block = first + int64_t(b) * count + r;
-        *reinterpret_cast<uint32_t*>(out + block * 128 + (lane / 4 ^ (r & 7)) * 16 + lane % 4 * 4) = packed;
-        if (lane == 0) a.scale[block] = by;
-      }
-    }
-  }
-}
-
+// A warp takes a row, blocks of 128 columns one after the other: the largest of a block becomes 448.
 template <typename T>
-void arrange(const ArrangeArgs& a, int64_t max_tiles, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(max_tiles), kArrangeSlices);
-  if (a.scale) {
-    arrange_kernel<T, true><<<grid, 256, 0, stream>>>(a);
-  } else {
-    arrange_kernel<T, false><<<grid, 256, 0, stream>>>(a);
+__global__ void __launch_bounds__(256) float8_kernel(Float8Args a) {
+  const int64_t row = int64_t(blockIdx.x) * 8 + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (row >= a.rows) return;
+  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+  uint8_t* out = a.out + row * a.blocks * 128;
+#pragma unroll 4
+  for (int b = 0; b < a.blocks; ++b) {
+    const int col = b * 128 + lane * 4;
+    uint2 words = make_uint2(0, 0);
+    if (col < a.cols) words = *reinterpret_cast<const uint2*>(x + col);
+    const float2 low = unpack_pair(words.x, T()), high = unpack_pair(words.y, T());
+    float most = fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y)));
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    const float by = most > 0.0f ? most / 448.0f : 1.0f, times = 1.0f / by;
+    const float v[4] = {low.x * times, low.y * times, high.x * times, high.y * times};
+    uint32_t packed = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      packed |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v[i], __NV_SATFINITE, __NV_E4M3)) << (8 * i);
+    }
+    *reinterpret_cast<uint32_t*>(out + col) = packed;
+    if (lane == 0) a.scale[row * a.blocks + b] = by;
   }
 }
 
@@ -125,11 +99,12 @@ cudaError_t combine(const CombineArgs& a, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_arrange(const ArrangeArgs& args, DType dtype, int64_t max_tiles, cudaStream_t stream) {
+cudaError_t launch_float8(const Float8Args& args, DType dtype, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>((args.rows + 7) / 8);
   if (dtype == DType::kFloat16) {
-    arrange<__half>(args, max_tiles, stream);
+    float8_kernel<__half><<<blocks, 256, 0, stream>>>(args);
   } else {
-    arrange<__nv_bfloat16>(args, max_tiles, stream);
+    float8_kernel<__nv_bfloat16><<<blocks, 256, 0, stream>>>(args);
   }
   return cudaGetLastError();
 }

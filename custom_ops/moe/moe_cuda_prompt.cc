@@ -8,46 +8,46 @@ namespace {
 bool on_hopper(const Params& p, bool activate, const DeviceInfo& device) {
   return device.wgmma && p.dtype != DType::kFloat32 && !(activate && p.activation == Activation::kGelu);
 }
-int chain_tokens(const Packed& first, const Packed& second, const Params& p, const DeviceInfo& device) {
-  const int one = on_hopper(p, true, device) ? gemm_sm90_tokens(first.pack) : kGemmTokens;
-  const int two = on_hopper(p, false, device) ? gemm_sm90_tokens(second.pack) : kGemmTokens;
-  return std::min(one, two);
+int product_tokens(const Packed& w, bool hopper, int64_t tokens) {
+  return hopper ? gemm_sm90_tokens(w.pack, tokens) : kGemmTokens;
 }
-// 128-byte blocks of a row of the right operand that Hopper's kernel wants.
-int operand_blocks(const Packed& w) { return w.blocks() * (w.pack == Pack::kFloat8 ? 1 : 2); }
+bool packed_alike(const Packed& a, const Packed& b) {
+  return a.pack == b.pack && a.sub == b.sub && a.zeros == b.zeros && a.gated == b.gated;
+}
 
-// An expert chain's buffers.
+// An expert chain's buffers. Rows of all of them are tokens in the order by expert; then the shared expert's, where it
+// goes with them.
 struct ChainParts {
-  uint8_t *x, *h;            // arranged operands of the two products, where Hopper's kernel takes them
-  float *x_scale, *h_scale;  // float8
-  unsigned char* h_rows;     // natural rows between the products, where the first cannot leave the second's operand
-  unsigned char* out;        // [rows, hidden size]
+  unsigned char* h;  // between the products
+  uint8_t* h8;       // the same in float8, where the second product takes that: from the first, or from h
+  float* h8_scale;
+  unsigned char* out;  // [rows, hidden size]
   TokenTile* tiles;
   int32_t* num_tiles;
+  uint32_t* counters;  // one a product
   int h_stride, tile_tokens;
-  int64_t max_tiles;
-  bool first_hopper, second_hopper, direct;
+  int64_t rows, own_rows, max_tiles;
+  bool first_hopper, second_hopper, straight;  // straight: the first product leaves float8
 };
-ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, const Params& p, int64_t pairs,
-                       const DeviceInfo& device) {
+ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, const Packed* shared_first,
+                       const Params& p, int64_t tokens, int64_t pairs, const DeviceInfo& device) {
   ChainParts c{};
   const int64_t size = size_of(p.dtype);
-  const int64_t rows = pairs + 8 * std::min<int64_t>(pairs, first.count);  // experts begin at multiples of 8
+  c.own_rows = pairs + 8 * std::min<int64_t>(pairs, first.count);  // experts begin at multiples of 8
+  c.rows = c.own_rows + (shared_first ? tokens : 0);
   c.first_hopper = on_hopper(p, true, device), c.second_hopper = on_hopper(p, false, device);
-  c.direct =
-      c.first_hopper && c.second_hopper && p.gated && (second.pack != Pack::kFloat8 || first.pack == Pack::kFloat8);
+  const bool second8 = c.second_hopper && second.pack == Pack::kFloat8;
+  c.straight = second8 && c.first_hopper && p.gated && first.pack == Pack::kFloat8;
   c.h_stride = hidden_stride(first, second);
-  if (c.first_hopper) {
-    c.x = parts.take<uint8_t>(rows * operand_blocks(first) * 128);
-    if (first.pack == Pack::kFloat8) c.x_scale = parts.take<float>(rows * operand_blocks(first));
+  if (shared_first) c.h_stride = std::max(c.h_stride, shared_first->padded_channels());
+  if (!c.straight) c.h = parts.take<unsigned char>(c.rows * c.h_stride * size);
+  if (second8) {
+    c.h8 = parts.take<uint8_t>(c.rows * c.h_stride);
+    c.h8_scale = parts.take<float>(c.rows * (c.h_stride / 128));
   }
-  if (c.second_hopper) {
-    c.h = parts.take<uint8_t>(rows * operand_blocks(second) * 128);
-    if (second.pack == Pack::kFloat8) c.h_scale = parts.take<float>(rows * operand_blocks(second));
-  }
-  if (!c.direct) c.h_rows = parts.take<unsigned char>(rows * c.h_stride * size);
-  c.out = parts.take<unsigned char>(rows * wide_cols(p.hidden_size, p.dtype) * size);
-  c.tile_tokens = chain_tokens(first, second, p, device);
+  c.out = parts.take<unsigned char>(c.rows * wide_cols(p.hidden_size, p.dtype) * size);
+  c.tile_tokens =
+      std::min(product_tokens(first, c.first_hopper, tokens), product_tokens(second, c.second_hopper, tokens));
   c.max_tiles = pairs / c.tile_tokens + std::min<int64_t>(pairs, first.count);
   c.tiles = parts.take<TokenTile>(c.max_tiles);
   c.num_tiles = parts.take<int32_t>(1);
@@ -58,9 +58,12 @@ ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, 
 struct ManyParts {
   float *logits, *weights;
   int32_t *ids, *positions, *sorted, *histogram, *totals;
-  uint32_t* barrier;
-  unsigned char* x;
+  uint32_t *barrier, *counters;
+  unsigned char* x;  // padded rows, where they are not wide enough already
+  uint8_t* x8;       // tokens in float8
+  float* x8_scale;
   ChainParts experts, shared;
+  bool merged;  // the shared expert's rows are among the experts'
   int64_t used;
 };
 ManyParts many_parts(const CudaLayer& layer, const Params& p, int64_t tokens, const DeviceInfo& device, void* base) {
@@ -75,64 +78,87 @@ ManyParts many_parts(const CudaLayer& layer, const Params& p, int64_t tokens, co
   m.histogram = parts.take<int32_t>(int64_t(p.num_experts) * device.multiprocessors);
   m.totals = parts.take<int32_t>(p.num_experts);
   m.barrier = parts.take<uint32_t>(1);
+  m.counters = parts.take<uint32_t>(4);
   const int cols = wide_cols(p.hidden_size, p.dtype);
   m.x = parts.take<unsigned char>(cols == p.hidden_size ? 0 : tokens * cols * size_of(p.dtype));
-  m.experts = chain_parts(parts, layer.gate_up, layer.down, p, pairs, device);
-  if (layer.shared_gate_up.count)
-    m.shared = chain_parts(parts, layer.shared_gate_up, layer.shared_down, p, tokens, device);
+  const bool has_shared = layer.shared_gate_up.count != 0;
+  const bool float8 = layer.gate_up.pack == Pack::kFloat8 || (has_shared && layer.shared_gate_up.pack == Pack::kFloat8);
+  if (float8 && on_hopper(p, true, device)) {
+    m.x8 = parts.take<uint8_t>(tokens * layer.gate_up.blocks() * 128);
+    m.x8_scale = parts.take<float>(tokens * layer.gate_up.blocks());
+  }
+  m.merged = has_shared && prompt_tuning().merge && on_hopper(p, true, device) && on_hopper(p, false, device) &&
+             packed_alike(layer.gate_up, layer.shared_gate_up) && packed_alike(layer.down, layer.shared_down);
+  m.experts = chain_parts(parts, layer.gate_up, layer.down, m.merged ? &layer.shared_gate_up : nullptr, p, tokens,
+                          pairs, device);
+  m.experts.counters = m.counters;
+  if (has_shared && !m.merged) {
+    m.shared = chain_parts(parts, layer.shared_gate_up, layer.shared_down, nullptr, p, tokens, tokens, device);
+    m.shared.counters = m.counters ? m.counters + 2 : nullptr;
+  }
   m.used = parts.used();
   return m;
 }
 
-struct Rows {  // tokens
+// A chain of products: the right operand of the first is tokens, in the order given.
+struct Chain {
+  const Packed &first, &second;
+  const Packed *shared_first, *shared_second;  // in the same launches; or null
   const void* x;
-  int cols;              // and stride
+  int cols;  // and stride
+  const uint8_t* x8;
+  const float* x8_scale;
   const int32_t* order;  // token of each sorted row, or null: the same
+  int tokens;
 };
 
-const char* run_chain(const Packed& first, const Packed& second, const ChainParts& c, const Rows& rows, const Params& p,
-                      const DeviceInfo& device, cudaStream_t stream) {
+const char* run_chain(const Chain& chain, const ChainParts& c, const Params& p, const DeviceInfo& device,
+                      cudaStream_t stream) {
   const int size = size_of(p.dtype);
-  cudaError_t status = cudaSuccess;
-  auto arrange = [&](const void* x, int64_t stride, int cols, const int32_t* order, const Packed& w, void* out,
-                     float* scale) {
-    ArrangeArgs a{};
-    a.x = x, a.x_stride = stride, a.cols = cols, a.rows = order, a.tiles = c.tiles, a.num_tiles = c.num_tiles;
-    a.out = out, a.out_blocks = operand_blocks(w), a.scale = scale;
-    return launch_arrange(a, p.dtype, c.max_tiles, stream);
+  auto multiply = [&](GemmArgs& g, bool hopper, uint32_t* counter) {
+    if (!hopper) return launch_gemm_sm80(g, p.dtype, c.max_tiles, stream);
+    g.tuning = prompt_tuning();
+    if (g.tuning.drain < 0) g.tuning.drain = c.own_rows / g.weights.count < 48;
+    g.counter = g.tuning.dynamic ? counter : nullptr;
+    return launch_gemm_sm90(g, p.dtype, device, stream);
   };
   GemmArgs g{};
-  g.weights = first;
-  g.tiles = c.tiles, g.num_tiles = c.num_tiles;
+  g.weights = chain.first;
+  g.tiles = c.tiles, g.num_tiles = c.num_tiles, g.tile_tokens = c.tile_tokens;
   g.activate = 1, g.activity = activity(p);
-  if (c.first_hopper) {
-    status = arrange(rows.x, rows.cols, rows.cols, rows.order, first, c.x, c.x_scale);
-    if (status != cudaSuccess) return failed("launching the tokens' arrangement", status);
-    g.x = c.x, g.x_scale = c.x_scale, g.x_blocks = operand_blocks(first);
+  g.rows = chain.order;
+  if (c.first_hopper && chain.first.pack == Pack::kFloat8) {
+    g.x = chain.x8, g.x_scale = chain.x8_scale, g.x_blocks = chain.first.blocks();
+    g.x_cols = g.x_blocks * 128, g.x_stride = g.x_cols;
   } else {
-    g.x = rows.x, g.x_stride = int64_t(rows.cols) * size, g.x_cols = rows.cols, g.rows = rows.order;
+    g.x = chain.x, g.x_stride = int64_t(chain.cols) * size, g.x_cols = chain.cols;
   }
-  g.out = c.direct ? static_cast<void*>(c.h) : c.h_rows;
-  g.out_stride = c.h_stride, g.out_cols = std::min(first.padded_channels(), c.h_stride);
-  if (c.direct) g.out_blocks = operand_blocks(second), g.out_scale = c.h_scale;
-  status =
-      c.first_hopper ? launch_gemm_sm90(g, p.dtype, device, stream) : launch_gemm_sm80(g, p.dtype, c.max_tiles, stream);
+  if (chain.shared_first) {
+    g.shared = *chain.shared_first, g.shared_rows = chain.tokens;
+    g.shared_x = 0, g.shared_out = static_cast<int32_t>(c.own_rows);
+  }
+  g.out = c.straight ? static_cast<void*>(c.h8) : c.h;
+  g.out_stride = c.h_stride, g.out_cols = c.h_stride;
+  if (c.straight) g.out_scale = c.h8_scale, g.out_blocks = c.h_stride / 128;
+  cudaError_t status = multiply(g, c.first_hopper, c.counters);
   if (status != cudaSuccess) return failed("launching the first product", status);
 
-  if (c.second_hopper && !c.direct) {
-    status = arrange(c.h_rows, c.h_stride, g.out_cols, nullptr, second, c.h, c.h_scale);
-    if (status != cudaSuccess) return failed("launching the activations' arrangement", status);
+  if (c.h8 && !c.straight) {
+    const Float8Args a{c.h, c.h_stride, c.h_stride, c.h_stride / 128, c.rows, c.h8, c.h8_scale};
+    status = launch_float8(a, p.dtype, stream);
+    if (status != cudaSuccess) return failed("launching the activations' conversion", status);
   }
-  g.weights = second, g.rows = nullptr, g.activate = 0;
-  if (c.second_hopper) {
-    g.x = c.h, g.x_scale = c.h_scale, g.x_blocks = operand_blocks(second);
+  g.weights = chain.second, g.rows = nullptr, g.activate = 0;
+  g.x_cols = c.h_stride;
+  if (c.h8) {
+    g.x = c.h8, g.x_stride = c.h_stride, g.x_scale = c.h8_scale, g.x_blocks = c.h_stride / 128;
   } else {
-    g.x = c.h_rows, g.x_stride = int64_t(c.h_stride) * size, g.x_cols = g.out_cols;
+    g.x = c.h, g.x_stride = int64_t(c.h_stride) * size;
   }
+  if (chain.shared_second) g.shared = *chain.shared_second, g.shared_x = g.shared_out;
   g.out = c.out, g.out_stride = wide_cols(p.hidden_size, p.dtype), g.out_cols = static_cast<int>(g.out_stride);
   g.out_blocks = 0, g.out_scale = nullptr;
-  status = c.second_hopper ? launch_gemm_sm90(g, p.dtype, device, stream)
-                           : launch_gemm_sm80(g, p.dtype, c.max_tiles, stream);
+  status = multiply(g, c.second_hopper, c.counters ? c.counters + 1 : nullptr);
   return status == cudaSuccess ? nullptr : failed("launching the second product", status);
 }
 
@@ -163,27 +189,45 @@ const char* run_many(const CudaLayer& layer, const Params& p, int64_t begin, int
   }
   status = launch_select(r, permute_args(m, device, tokens), stream);
   if (status != cudaSuccess) return failed("launching the router", status);
+  status = cudaMemsetAsync(m.counters, 0, 4 * sizeof(uint32_t), stream);
+  if (status != cudaSuccess) return failed("setting counters to zero", status);
 
-  Rows rows{r.x, wide_cols(p.hidden_size, p.dtype), m.sorted};
-  if (rows.cols != p.hidden_size) {
-    status = launch_pad(r.x, m.x, tokens, p.hidden_size, rows.cols, size_of(p.dtype), stream);
+  const void* x = r.x;
+  const int cols = wide_cols(p.hidden_size, p.dtype);
+  if (cols != p.hidden_size) {
+    status = launch_pad(r.x, m.x, tokens, p.hidden_size, cols, size_of(p.dtype), stream);
     if (status != cudaSuccess) return failed("launching the tokens' padding", status);
-    rows.x = m.x;
+    x = m.x;
   }
-  if (const char* bad = run_chain(layer.gate_up, layer.down, m.experts, rows, p, device, stream)) return bad;
-  if (layer.shared_gate_up.count) {
+  if (m.x8) {
+    const Float8Args a{x, cols, cols, layer.gate_up.blocks(), tokens, m.x8, m.x8_scale};
+    status = launch_float8(a, p.dtype, stream);
+    if (status != cudaSuccess) return failed("launching the tokens' conversion", status);
+  }
+  const bool has_shared = layer.shared_gate_up.count != 0;
+  const Chain chain{layer.gate_up,
+                    layer.down,
+                    m.merged ? &layer.shared_gate_up : nullptr,
+                    m.merged ? &layer.shared_down : nullptr,
+                    x,
+                    cols,
+                    m.x8,
+                    m.x8_scale,
+                    m.sorted,
+                    tokens};
+  if (const char* bad = run_chain(chain, m.experts, p, device, stream)) return bad;
+  if (has_shared && !m.merged) {
     status = launch_shared_tiles(m.shared.tiles, m.shared.num_tiles, tokens, m.shared.tile_tokens, stream);
     if (status != cudaSuccess) return failed("launching the shared expert's tiles", status);
-    rows.order = nullptr;
-    if (const char* bad = run_chain(layer.shared_gate_up, layer.shared_down, m.shared, rows, p, device, stream)) {
-      return bad;
-    }
+    const Chain other{layer.shared_gate_up, layer.shared_down, nullptr, nullptr, x, cols, m.x8,
+                      m.x8_scale,           nullptr,           tokens};
+    if (const char* bad = run_chain(other, m.shared, p, device, stream)) return bad;
   }
   CombineArgs c{};
-  c.out = m.experts.out, c.out_stride = rows.cols, c.positions = m.positions, c.weights = m.weights;
-  if (layer.shared_gate_up.count) {
-    c.shared = m.shared.out, c.shared_stride = rows.cols;
-    c.shared_gate = p.shared_gate_weight;
+  c.out = m.experts.out, c.out_stride = cols, c.positions = m.positions, c.weights = m.weights;
+  if (has_shared) {
+    c.shared = m.merged ? m.experts.out + m.experts.own_rows * cols * size_of(p.dtype) : m.shared.out;
+    c.shared_stride = cols, c.shared_gate = p.shared_gate_weight;
   }
   c.shared_gate_type = p.shared_gate_float32 ? DType::kFloat32 : p.dtype;
   c.x = r.x;

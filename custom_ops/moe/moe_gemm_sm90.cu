@@ -33,7 +33,17 @@ bool gemm_sm90_compiled() {
   return cudaFuncGetAttributes(&attributes, probe_kernel) == cudaSuccess && attributes.sharedSizeBytes > 0;
 }
 
-int gemm_sm90_tokens(Pack pack) { return sm90::most_tokens(pack); }
+PromptTuning& prompt_tuning() {
+  static PromptTuning tuning;
+  return tuning;
+}
+
+int gemm_sm90_tokens(Pack pack, int64_t tokens) {
+  int most = sm90::most_tokens(pack);
+  const int wanted = prompt_tuning().tokens / 16 * 16;
+  if (wanted >= 32 && wanted < most) most = wanted;
+  return tokens < most ? sm90::tile_columns(pack, static_cast<int>(tokens)) : most;
+}
 
 cudaError_t launch_gemm_sm90(const GemmArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {
   const bool half = dtype == DType::kFloat16;

@@ -13,8 +13,8 @@ namespace deltafuse::moe {
 
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
-constexpr int kUnitRows = 64;      // rows that a warpgroup's product takes
-constexpr int kTileRows = 256;     // rows of a block's tile: four units
+constexpr int kUnitRows = 64;   // rows that a warpgroup's product takes
+constexpr int kTileRows = 256;  // rows of a block's tile: four units
 
 // How packed weights are stored. kPlain: the activations' type.
 enum class Pack : int32_t { kPlain = 0, kInt4 = 1, kInt8 = 2, kFloat8 = 3 };
@@ -74,6 +74,9 @@ struct TokenTile {
   int32_t expert, start, count, unused;
 };
 
+// Experts begin at multiples of 8 rows.
+__host__ __device__ inline int arranged_rows(int count) { return (count + 7) / 8 * 8; }
+
 struct PermuteArgs {   // what the experts' products need, from the chosen ids
   int32_t* ids;        // [N, k]
   float* weights;      // [N, k]
@@ -88,30 +91,43 @@ struct PermuteArgs {   // what the experts' products need, from the chosen ids
   int32_t blocks;
 };
 
+// How prompts are driven on Hopper; NOTES.md says what each is for.
+struct PromptTuning {
+  int32_t tokens = 0;        // of a tile at most; 0: as many as the format allows
+  int32_t stages = 0;        // in flight; 0: as many as fit
+  int32_t dynamic = 1;       // tiles are taken from a counter; 0: dealt out in advance
+  int32_t keep_weights = 0;  // 0: weights leave the L2 first
+  int32_t skew = 1;          // the second warpgroup begins a stage later than the first
+  int32_t drain = -1;        // a stage's products end before it is given back at once; -1: where tiles have few tokens
+  int32_t merge = 1;         // the shared expert's tiles lie among the experts'
+  int32_t exact_logits = 0;  // 1: router logits of prompts in float64 throughout
+};
+
 struct GemmArgs {
   Packed weights;
-  // The right operand. Natural: rows [.., x_stride bytes]. Arranged, for Hopper: of each tile the first 128 bytes of
-  // all its tokens (their number rounded up to 8), then the next 128; a tile begins where its rows before it end.
-  // 16-byte chunk c of a tile's row r lies at c ^ (r % 8).
+  // The right operand: rows of x_stride bytes. Float8: rows have x_blocks scales, one for 128 columns.
   const void* x;
-  int64_t x_stride;      // bytes; natural only
-  const int32_t* rows;   // row of x of each sorted row, or null: the same; natural only
-  int32_t x_cols;        // elements of a row that are there; natural only
-  int32_t x_blocks;      // 128-byte blocks of a row; arranged only
-  const float* x_scale;  // float8: one for a row's block, arranged as the blocks are
+  int64_t x_stride;
+  const int32_t* rows;  // row of x of each sorted row, or null: the same
+  int32_t x_cols;       // elements of a row that are there: a multiple of 16 bytes
+  int32_t x_blocks;
+  const float* x_scale;
   const TokenTile* tiles;
   const int32_t* num_tiles;
+  // Hopper: the shared expert in the same launch, with weights packed alike; count 0: none.
+  Packed shared;
+  int32_t shared_rows, shared_x, shared_out;  // how many; the first in x and in out
+  int32_t tile_tokens;                        // of a tile at most
+  uint32_t* counter;                          // of tiles; zero before
+  PromptTuning tuning;
   int32_t activate;  // 1: the first product, with the activation; 0: the second
   Activity activity;
   void* out;
-  int64_t out_stride;  // elements; natural only
+  int64_t out_stride;  // elements
   int32_t out_cols;    // columns that are stored
-  int32_t out_blocks;  // arranged output: its 128-byte blocks of a row; 0: natural
-  float* out_scale;    // float8 output, arranged; else null
+  int32_t out_blocks;
+  float* out_scale;  // float8 output: [rows of out, out_blocks]; else null
 };
-
-// Rows of a tile in an arranged operand.
-__host__ __device__ inline int arranged_rows(int count) { return (count + 7) / 8 * 8; }
 
 struct CombineArgs {
   const void* out;  // [N * k, D]
@@ -140,24 +156,22 @@ cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, cu
 int select_blocks(int tokens, const DeviceInfo& device);
 // Rows of x [rows, cols] with a stride that kernels can load 16 bytes from; the rest is zeros.
 cudaError_t launch_pad(const void* x, void* out, int64_t rows, int cols, int padded, int element, cudaStream_t stream);
-// Tokens as Hopper's right operand (see GemmArgs), float8 with scales where `scale` is given.
-struct ArrangeArgs {
+// Rows of T as float8, a scale for 128 columns of a row; columns that are not there are zeros.
+struct Float8Args {
   const void* x;
   int64_t x_stride;  // elements
-  int32_t cols;
-  const int32_t* rows;  // row of x of each sorted row, or null: the same
-  const TokenTile* tiles;
-  const int32_t* num_tiles;
-  void* out;
-  int32_t out_blocks;
-  float* scale;
+  int32_t cols, blocks;
+  int64_t rows;
+  uint8_t* out;  // [rows, blocks * 128]
+  float* scale;  // [rows, blocks]
 };
-cudaError_t launch_arrange(const ArrangeArgs& args, DType dtype, int64_t max_tiles, cudaStream_t stream);
+cudaError_t launch_float8(const Float8Args& args, DType dtype, cudaStream_t stream);
 cudaError_t launch_shared_tiles(TokenTile* tiles, int32_t* num_tiles, int tokens, int tile_tokens, cudaStream_t stream);
 cudaError_t launch_gemm_sm90(const GemmArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_gemm_sm80(const GemmArgs& args, DType dtype, int64_t max_tiles, cudaStream_t stream);
-int gemm_sm90_tokens(Pack pack);  // of a tile, at most
-constexpr int kGemmTokens = 64;   // the same of the kernel for all GPUs
+int gemm_sm90_tokens(Pack pack, int64_t tokens);  // of a tile, at most, in a call of so many
+PromptTuning& prompt_tuning();                    // the process's
+constexpr int kGemmTokens = 64;                   // the same of the kernel for all GPUs
 bool gemm_sm90_compiled();
 cudaError_t compiled_capability(int* capability);
 // The router alone, for benchmarks: steps 1 logits, 2 selection.

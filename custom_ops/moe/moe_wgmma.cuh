@@ -14,7 +14,7 @@ namespace deltafuse::moe::sm90 {
 
 struct Float8 {};  // e4m3, as an element type
 
-// Registers 8 i .. 8 i + 7 of D, in the text and as operands.
+// Registers 8 i .. 8 i + 7 of D, in the text and as operands: 16 columns.
 #define DF_T0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define DF_T1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define DF_T2 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -27,65 +27,88 @@ struct Float8 {};  // e4m3, as an element type
 #define DF_T9 "%72, %73, %74, %75, %76, %77, %78, %79"
 #define DF_T10 "%80, %81, %82, %83, %84, %85, %86, %87"
 #define DF_T11 "%88, %89, %90, %91, %92, %93, %94, %95"
-#define DF_D(i)                                                                                                       \
-  "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), "+f"(d[8 * i + 5]), \
-      "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
-#define DF_T_32 DF_T0 ", " DF_T1
-#define DF_D_32 DF_D(0), DF_D(1)
-#define DF_T_64 DF_T_32 ", " DF_T2 ", " DF_T3
-#define DF_D_64 DF_D_32, DF_D(2), DF_D(3)
-#define DF_T_96 DF_T_64 ", " DF_T4 ", " DF_T5
-#define DF_D_96 DF_D_64, DF_D(4), DF_D(5)
-#define DF_T_128 DF_T_96 ", " DF_T6 ", " DF_T7
-#define DF_D_128 DF_D_96, DF_D(6), DF_D(7)
-#define DF_T_160 DF_T_128 ", " DF_T8 ", " DF_T9
-#define DF_D_160 DF_D_128, DF_D(8), DF_D(9)
-#define DF_T_192 DF_T_160 ", " DF_T10 ", " DF_T11
-#define DF_D_192 DF_D_160, DF_D(10), DF_D(11)
+#define DF_D(C, i)                                                                                                   \
+  C(d[8 * i]), C(d[8 * i + 1]), C(d[8 * i + 2]), C(d[8 * i + 3]), C(d[8 * i + 4]), C(d[8 * i + 5]), C(d[8 * i + 6]), \
+      C(d[8 * i + 7])
+#define DF_SUM(x) "+f"(x)
+#define DF_NEW(x) "=f"(x)
+#define DF_T_16 DF_T0
+#define DF_D_16(C) DF_D(C, 0)
+#define DF_T_32 DF_T_16 ", " DF_T1
+#define DF_D_32(C) DF_D_16(C), DF_D(C, 1)
+#define DF_T_48 DF_T_32 ", " DF_T2
+#define DF_D_48(C) DF_D_32(C), DF_D(C, 2)
+#define DF_T_64 DF_T_48 ", " DF_T3
+#define DF_D_64(C) DF_D_48(C), DF_D(C, 3)
+#define DF_T_80 DF_T_64 ", " DF_T4
+#define DF_D_80(C) DF_D_64(C), DF_D(C, 4)
+#define DF_T_96 DF_T_80 ", " DF_T5
+#define DF_D_96(C) DF_D_80(C), DF_D(C, 5)
+#define DF_T_112 DF_T_96 ", " DF_T6
+#define DF_D_112(C) DF_D_96(C), DF_D(C, 6)
+#define DF_T_128 DF_T_112 ", " DF_T7
+#define DF_D_128(C) DF_D_112(C), DF_D(C, 7)
+#define DF_T_144 DF_T_128 ", " DF_T8
+#define DF_D_144(C) DF_D_128(C), DF_D(C, 8)
+#define DF_T_160 DF_T_144 ", " DF_T9
+#define DF_D_160(C) DF_D_144(C), DF_D(C, 9)
+#define DF_T_176 DF_T_160 ", " DF_T10
+#define DF_D_176(C) DF_D_160(C), DF_D(C, 10)
+#define DF_T_192 DF_T_176 ", " DF_T11
+#define DF_D_192(C) DF_D_176(C), DF_D(C, 11)
 
-// `keep` 0: D = A B. Operands after D: o0 .. are their numbers.
-#define DF_FROM_SHARED(N, TYPES, DEPTH, TAIL, o0, o1, o2)                                                  \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N DEPTH \
+// D += A B, or D = A B (`fresh`). Operands after D: o0 .. are their numbers.
+#define DF_FROM_SHARED(N, C, ADD, TYPES, DEPTH, TAIL, o0, o1)                                              \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " #ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N DEPTH \
                ".f32" TYPES " {" DF_T_##N "}, %" #o0 ", %" #o1 ", p, 1, 1" TAIL ";\n}\n"                   \
-               : DF_D_##N                                                                                  \
-               : "l"(a), "l"(b), "r"(keep))
-#define DF_FROM_REGISTERS(N, TYPES, o0, o1, o2, o3, o4, o5)                                                          \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32" TYPES \
-               " {" DF_T_##N "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, 0;\n}\n"               \
-               : DF_D_##N                                                                                            \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
-#define DF_SHAPE(N, o0, o1, o2, o3, o4, o5)                                                                 \
-  template <>                                                                                               \
-  struct Product<N> {                                                                                       \
-    template <typename T>                                                                                   \
-    static __device__ __forceinline__ void shared(float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {    \
-      if constexpr (std::is_same_v<T, Float8>) {                                                            \
-        DF_FROM_SHARED(N, ".e4m3.e4m3", "k32", "", o0, o1, o2);                                             \
-      } else if constexpr (std::is_same_v<T, __half>) {                                                     \
-        DF_FROM_SHARED(N, ".f16.f16", "k16", ", 0, 0", o0, o1, o2);                                         \
-      } else {                                                                                              \
-        DF_FROM_SHARED(N, ".bf16.bf16", "k16", ", 0, 0", o0, o1, o2);                                       \
-      }                                                                                                     \
-    }                                                                                                       \
-    template <typename T>                                                                                   \
-    static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, \
-                                                     int keep) {                                            \
-      if constexpr (std::is_same_v<T, __half>) {                                                            \
-        DF_FROM_REGISTERS(N, ".f16.f16", o0, o1, o2, o3, o4, o5);                                           \
-      } else {                                                                                              \
-        DF_FROM_REGISTERS(N, ".bf16.bf16", o0, o1, o2, o3, o4, o5);                                         \
-      }                                                                                                     \
-    }                                                                                                       \
+               : DF_D_##N(C)                                                                               \
+               : "l"(a), "l"(b))
+#define DF_FROM_REGISTERS(N, TYPES, o0, o1, o2, o3, o4)                                                       \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32" TYPES \
+               " {" DF_T_##N "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, 0;\n}\n"        \
+               : DF_D_##N(DF_SUM)                                                                             \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define DF_TYPES(N, C, ADD, o0, o1)                                   \
+  if constexpr (std::is_same_v<T, Float8>) {                          \
+    DF_FROM_SHARED(N, C, ADD, ".e4m3.e4m3", "k32", "", o0, o1);       \
+  } else if constexpr (std::is_same_v<T, __half>) {                   \
+    DF_FROM_SHARED(N, C, ADD, ".f16.f16", "k16", ", 0, 0", o0, o1);   \
+  } else {                                                            \
+    DF_FROM_SHARED(N, C, ADD, ".bf16.bf16", "k16", ", 0, 0", o0, o1); \
+  }
+#define DF_SHAPE(N, o0, o1, o2, o3, o4)                                                                       \
+  template <>                                                                                                 \
+  struct Product<N> {                                                                                         \
+    template <typename T>                                                                                     \
+    static __device__ __forceinline__ void shared(float (&d)[N / 2], uint64_t a, uint64_t b) {                \
+      DF_TYPES(N, DF_SUM, 1, o0, o1)                                                                          \
+    }                                                                                                         \
+    template <typename T>                                                                                     \
+    static __device__ __forceinline__ void fresh(float (&d)[N / 2], uint64_t a, uint64_t b) {                 \
+      DF_TYPES(N, DF_NEW, 0, o0, o1)                                                                          \
+    }                                                                                                         \
+    template <typename T>                                                                                     \
+    static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
+      if constexpr (std::is_same_v<T, __half>) {                                                              \
+        DF_FROM_REGISTERS(N, ".f16.f16", o0, o1, o2, o3, o4);                                                 \
+      } else {                                                                                                \
+        DF_FROM_REGISTERS(N, ".bf16.bf16", o0, o1, o2, o3, o4);                                               \
+      }                                                                                                       \
+    }                                                                                                         \
   };
 
 template <int N>
 struct Product;
-DF_SHAPE(32, 16, 17, 18, 19, 20, 21)
-DF_SHAPE(64, 32, 33, 34, 35, 36, 37)
-DF_SHAPE(96, 48, 49, 50, 51, 52, 53)
-DF_SHAPE(128, 64, 65, 66, 67, 68, 69)
-DF_SHAPE(160, 80, 81, 82, 83, 84, 85)
-DF_SHAPE(192, 96, 97, 98, 99, 100, 101)
+DF_SHAPE(32, 16, 17, 18, 19, 20)
+DF_SHAPE(64, 32, 33, 34, 35, 36)
+DF_SHAPE(80, 40, 41, 42, 43, 44)
+DF_SHAPE(96, 48, 49, 50, 51, 52)
+DF_SHAPE(112, 56, 57, 58, 59, 60)
+DF_SHAPE(128, 64, 65, 66, 67, 68)
+DF_SHAPE(144, 72, 73, 74, 75, 76)
+DF_SHAPE(160, 80, 81, 82, 83, 84)
+DF_SHAPE(176, 88, 89, 90, 91, 92)
+DF_SHAPE(192, 96, 97, 98, 99, 100)
 #undef DF_T0
 #undef DF_T1
 #undef DF_T2
@@ -98,21 +121,36 @@ DF_SHAPE(192, 96, 97, 98, 99, 100, 101)
 #undef DF_T9
 #undef DF_T10
 #undef DF_T11
+#undef DF_T_16
+#undef DF_D_16
 #undef DF_T_32
 #undef DF_D_32
+#undef DF_T_48
+#undef DF_D_48
 #undef DF_T_64
 #undef DF_D_64
+#undef DF_T_80
+#undef DF_D_80
 #undef DF_T_96
 #undef DF_D_96
+#undef DF_T_112
+#undef DF_D_112
 #undef DF_T_128
 #undef DF_D_128
+#undef DF_T_144
+#undef DF_D_144
 #undef DF_T_160
 #undef DF_D_160
+#undef DF_T_176
+#undef DF_D_176
 #undef DF_T_192
 #undef DF_D_192
 #undef DF_D
+#undef DF_SUM
+#undef DF_NEW
 #undef DF_FROM_SHARED
 #undef DF_FROM_REGISTERS
+#undef DF_TYPES
 #undef DF_SHAPE
 
 __device__ __forceinline__ uint32_t address(const void* p) {
@@ -169,12 +207,38 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
       : "memory");
 }
 // One thread copies `bytes` (a multiple of 16) by the bulk copy engine; they count towards the barrier's transactions.
-__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint64_t* bar) {
+// policy: how the L2 should keep them.
+__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint64_t* bar,
+                                          uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(shared),
-      "l"(global), "r"(bytes), "r"(address(bar))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+      "%4;\n" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(address(bar)), "l"(policy)
       : "memory");
 }
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+// A thread's own copies of 16 bytes (`bytes` 0: zeros instead) or 4.
+__device__ __forceinline__ void copy16(uint32_t shared, const void* global, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(shared), "l"(global) : "memory");
+}
+// Arrives once the thread's copies until now are there; the barrier's count has this arrival.
+__device__ __forceinline__ void barrier_arrive_copied(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(address(bar)) : "memory");
+}
+// What threads wrote to shared memory is what the tensor cores read from here on.
+__device__ __forceinline__ void tensor_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 

@@ -1,0 +1,172 @@
+// The experts' products on Hopper: a warpgroup's sums of one tile, two units of 64 rows by N tokens.
+#pragma once
+
+#include "moe_gemm_parts.cuh"
+
+namespace deltafuse::moe {
+namespace sm90 {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Which stage is next, and which has been read but not given back.
+struct Reader {
+  Pipeline at;
+  int before = -1;
+  __device__ __forceinline__ void release(Shared& shared, int stage) {
+    __syncwarp();
+    if (stage >= 0 && threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
+  }
+  __device__ __forceinline__ void release_before(Shared& shared) { release(shared, before), before = -1; }
+};
+
+// 16-bit numbers: both operands from shared memory. 64 columns a stage.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_plain(uint32_t stage, uint32_t right, int unit0, float (&d)[2][N / 2]) {
+  fence();
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Product<N>::template shared<T>(d[half], descriptor(stage + (unit0 + half) * 8192 + s * 32),
+                                     descriptor(right + s * 32));
+    }
+  }
+  commit();
+}
+
+// Volatile, so that it is not loaded long before.
+__device__ __forceinline__ float2 load_shared(const float2* p) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(address(p)));
+  return x;
+}
+
+// A float8 product of 128 columns and M tokens from the `first` on, and its way into the sums.
+template <int M, int N>
+__device__ __forceinline__ void multiply_float8(uint32_t left, uint32_t right, float s0, float s1, const float2* scales,
+                                                int first, float (&d)[N / 2]) {
+  float part[M / 2];
+  fence();
+  Product<M>::template fresh<Float8>(part, descriptor(left), descriptor(right + first * 128));
+#pragma unroll
+  for (int s = 1; s < 4; ++s) {
+    Product<M>::template shared<Float8>(part, descriptor(left + s * 32), descriptor(right + first * 128 + s * 32));
+  }
+  commit();
+  wait<0>();
+  pin(part);
+#pragma unroll
+  for (int b = 0; b < M / 8; ++b) {
+    const float2 x = load_shared(scales + (first / 8 + b) * 4);
+    float* to = &d[4 * (first / 8 + b)];
+    to[0] = fmaf(part[4 * b] * s0, x.x, to[0]);
+    to[1] = fmaf(part[4 * b + 1] * s0, x.y, to[1]);
+    to[2] = fmaf(part[4 * b + 2] * s1, x.x, to[2]);
+    to[3] = fmaf(part[4 * b + 3] * s1, x.y, to[3]);
+  }
+}
+
+// Integers become T in registers, one step of 16 columns ahead of the tensor cores. 128 columns a stage. Calls `early`
+// once the products of the stage before are done.
+template <typename T, Pack P, int N, bool kPlainScales, typename Early>
+__device__ __forceinline__ void multiply_integers(const Packed& w, const unsigned char* stage, uint32_t right,
+                                                  int half_at, int unit0, const Early& early, float (&d)[2][N / 2]) {
+  using Numbers = Raw<T, P>;
+  constexpr int kPerWord = Numbers::kPerWord;
+  const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
+  const T* tails = reinterpret_cast<const T*>(stage + 4 * w.payload + unit0 * w.tail) + row;
+  const int tail = w.tail / static_cast<int>(sizeof(T));
+  uint32_t scale[2][2], off[2][2], left[2][2][4];
+  uint4 words[2];
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (kPlainScales ? s == 0 : s % 2 == 0) {
+        const T* values = tails + half * tail + (w.sub == 1 ? 0 : s / 2 * 64);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          scale[half][i] = twice<T>(to_float(values[8 * i]));
+          const float zero = kPlainScales || !w.zeros ? Numbers::kMiddle : to_float(values[w.sub * 64 + 8 * i]);
+          off[half][i] = twice<T>(Scaled<T, P>::offset(zero));
+        }
+      }
+      if (s % kPerWord == 0) {
+        words[half] =
+            *reinterpret_cast<const uint4*>(stage + (unit0 + half) * w.payload + s / kPerWord * 2048 + thread * 16);
+      }
+      Scaled<T, P>::integers(words[half], s % kPerWord, scale[half][0], scale[half][1], off[half][0], off[half][1],
+                             left[s & 1][half]);
+    }
+    const uint64_t b = descriptor(right + s / 4 * half_at + s % 4 * 32);
+    fence();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) Product<N>::template registers<T>(d[half], left[s & 1][half], b);
+    commit();
+    wait<1>();  // the step before: its operands are free
+    if (s == 0) early();
+  }
+}
+
+// d[half]: sums of the warpgroup's two units.
+template <typename T, Pack P, int N, bool kPlainScales>
+__device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& layout, unsigned char* memory,
+                                         Shared& shared, Reader& reader, int stages, bool first, float (&d)[2][N / 2]) {
+  const Packed& w = a.weights;
+  const int warpgroup = threadIdx.x / 128, unit0 = warpgroup * 2;
+  // Not by the first product: what it overwrites would be live from tile to tile.
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) d[half][i] = 0.0f;
+  }
+  pin(d[0]), pin(d[1]);
+  const bool skewed = P != Pack::kFloat8 && first && a.tuning.skew;  // float8 warpgroups meet at each tile's end
+  if (skewed && warpgroup == 1) barrier_wait(&shared.begun, 0);
+  for (int k = 0; k < stages; ++k) {
+    const int at = reader.at.stage;
+    barrier_wait(&shared.full[at], reader.at.phase);
+    tensor_fence();
+    const unsigned char* stage = memory + at * layout.bytes;
+    const uint32_t right = address(stage) + layout.right;
+    if constexpr (P == Pack::kPlain) {
+      multiply_plain<T, N>(address(stage), right, unit0, d);
+      wait<0>();
+      reader.release(shared, at);
+    } else if constexpr (P == Pack::kFloat8) {
+      const int thread = threadIdx.x % 128;
+      const float* tails = reinterpret_cast<const float*>(stage + 4 * w.payload) + thread / 32 * 16 + thread % 32 / 4;
+      const float2* scales = reinterpret_cast<const float2*>(stage + layout.scales) + thread % 4;
+      constexpr int kPart = N > 128 ? 80 : N;  // accumulators of more do not fit the registers
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t left = address(stage) + (unit0 + half) * 8192;
+        const float s0 = tails[(unit0 + half) * 64], s1 = tails[(unit0 + half) * 64 + 8];
+        multiply_float8<kPart, N>(left, right, s0, s1, scales, 0, d[half]);
+        if constexpr (kPart < N) multiply_float8<N - kPart, N>(left, right, s0, s1, scales, kPart, d[half]);
+      }
+      reader.release(shared, at);
+    } else {
+      multiply_integers<T, P, N, kPlainScales>(
+          w, stage, right, layout.half, unit0, [&] { reader.release_before(shared); }, d);
+      if (a.tuning.drain) {
+        wait<0>();
+        reader.release(shared, at);
+      } else {
+        reader.before = at;
+      }
+    }
+    if (k == 0 && skewed && warpgroup == 0 && threadIdx.x % 32 == 0) barrier_arrive(&shared.begun);
+    reader.at.next(layout.stages);
+  }
+  if constexpr (P == Pack::kInt4 || P == Pack::kInt8) {
+    wait<0>();
+    reader.release_before(shared);
+  }
+  pin(d[0]), pin(d[1]);
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace sm90
+}  // namespace deltafuse::moe

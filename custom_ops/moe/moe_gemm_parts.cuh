@@ -1,0 +1,193 @@
+// The experts' products on Hopper: what a block keeps in shared memory, and the warps that fetch. A tile is 256 weight
+// rows by the tokens of one expert; its weights come by bulk copies, its tokens row by row from where they lie.
+#pragma once
+
+#include "moe_fragment.cuh"
+#include "moe_wgmma.cuh"
+
+namespace deltafuse::moe {
+namespace sm90 {
+
+constexpr int kConsumers = 256;
+constexpr int kProducers = 128;  // the registers of whole warpgroups can be dealt out anew
+constexpr int kThreads = kConsumers + kProducers;
+constexpr int kMostStages = 6;
+constexpr int kSlots = 4;  // tiles that are known ahead
+
+// Tokens of a tile, at most: accumulators and operands must fit the registers.
+__host__ __device__ constexpr int most_tokens(Pack p) {
+  return p == Pack::kPlain ? 192 : p == Pack::kFloat8 ? 160 : 128;
+}
+// Columns of the products for so many tokens. Float8 has no 144: in two parts it takes as many registers as 160.
+__host__ __device__ constexpr int tile_columns(Pack p, int tokens) {
+  const int columns = tokens <= 32 ? 32 : tokens <= 64 ? 64 : (tokens + 15) / 16 * 16;
+  return p == Pack::kFloat8 && columns == 144 ? 160 : columns;
+}
+__host__ __device__ constexpr int right_halves(Pack p) {  // of 128 bytes of a token in a stage
+  return p == Pack::kInt4 || p == Pack::kInt8 ? 2 : 1;
+}
+
+struct StageLayout {
+  int right, half, scales, bytes;  // offsets in a stage, of the tokens' second half from their first; its size
+  int stages;
+};
+inline StageLayout stage_layout(const GemmArgs& a, int shared_bytes, int fixed_bytes) {
+  const Packed& w = a.weights;
+  StageLayout s;
+  s.right = (w.stage_bytes() + 1023) / 1024 * 1024;
+  s.half = tile_columns(w.pack, a.tile_tokens) * 128;
+  s.scales = s.right + s.half * right_halves(w.pack);
+  s.bytes = s.scales + (w.pack == Pack::kFloat8 ? 1024 : 0);
+  const int most = a.tuning.stages > 1 && a.tuning.stages < kMostStages ? a.tuning.stages : kMostStages;
+  const int room = (shared_bytes - fixed_bytes - 1024) / s.bytes;  // 1024: alignment
+  s.stages = room < most ? room : most;
+  return s;
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// One tile: what everybody has to know of it. count 0: there is none any more.
+struct Work {
+  const unsigned char* weights;
+  float factor;  // of the products, for scales that are stored divided by it
+  int32_t stages, row_tile, count;
+  int32_t start;    // its first row in out
+  int32_t x_start;  // and in x, or in `rows`
+  int32_t gathered;
+};
+
+struct Shared {
+  uint64_t full[kMostStages], empty[kMostStages];
+  uint64_t ready[kSlots], free[kSlots];
+  uint64_t begun;  // the first warpgroup has had a stage
+  Work work[kSlots];
+};
+
+__device__ __forceinline__ void init_barriers(Shared& s, int stages) {
+  for (int i = 0; i < stages; ++i) {
+    barrier_init(&s.full[i], kProducers + 1);
+    barrier_init(&s.empty[i], kConsumers / 32);
+  }
+  for (int i = 0; i < kSlots; ++i) {
+    barrier_init(&s.ready[i], 1);
+    barrier_init(&s.free[i], kConsumers / 32);
+  }
+  barrier_init(&s.begun, kConsumers / 64);
+  barrier_init_fence();
+}
+
+struct Pipeline {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+};
+
+// The tile of a number. The shared expert's tiles, which read little, are spread over the experts', which read much.
+__device__ __forceinline__ Work locate(const GemmArgs& a, int64_t index) {
+  Work work{};
+  const int64_t own = int64_t(*a.num_tiles) * a.weights.tiles;
+  const int shared_tiles = a.shared.count ? (a.shared_rows + a.tile_tokens - 1) / a.tile_tokens : 0;
+  const int64_t other = int64_t(shared_tiles) * a.shared.tiles, total = own + other;
+  if (index >= total) return work;
+  const int64_t before = other ? index * other / total : 0;
+  const bool is_shared = other && (index + 1) * other / total > before;
+  const Packed& w = is_shared ? a.shared : a.weights;
+  const int64_t at = is_shared ? before : index - before;
+  const int token_tile = static_cast<int>(at / w.tiles);
+  work.row_tile = static_cast<int>(at - int64_t(token_tile) * w.tiles);
+  work.stages = w.stages, work.factor = 1.0f;
+  int expert = 0;
+  if (is_shared) {
+    const int each = ((a.shared_rows + shared_tiles - 1) / shared_tiles + 7) / 8 * 8;
+    const int begin = min(token_tile * each, a.shared_rows);
+    work.count = min(each, a.shared_rows - begin);
+    work.start = a.shared_out + begin, work.x_start = a.shared_x + begin;
+  } else {
+    const TokenTile tile = a.tiles[token_tile];
+    expert = tile.expert;
+    work.count = tile.count, work.start = work.x_start = tile.start, work.gathered = a.rows != nullptr;
+  }
+  work.weights = w.data + expert * w.expert_bytes() + work.row_tile * w.tile_bytes();
+  if (w.multiplier) work.factor = w.multiplier[expert];
+  return work;
+}
+
+// The four warps that fetch. A thread copies one 16-byte chunk of every sixteenth token.
+template <Pack P>
+__device__ __forceinline__ void produce(const GemmArgs& a, const StageLayout& layout, uint32_t base, Shared& shared) {
+  constexpr int kHalves = right_halves(P), kRows = most_tokens(P) / 16;
+  const int thread = threadIdx.x - kConsumers, chunk = thread % 8, row0 = thread / 8;
+  const uint32_t stage_bytes = a.weights.stage_bytes();
+  const uint32_t to0 = layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
+  const unsigned char* x = static_cast<const unsigned char*>(a.x);
+  const uint32_t stride = static_cast<uint32_t>(a.x_stride / 16);
+  const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row
+  const uint64_t policy = a.tuning.keep_weights ? evict_normal_policy() : evict_first_policy();
+  Pipeline at;
+  int64_t index = blockIdx.x;
+  for (int turn = 0;; ++turn) {
+    const int slot = turn % kSlots;
+    if (thread == 0) {
+      barrier_wait(&shared.free[slot], (turn / kSlots & 1) ^ 1);
+      shared.work[slot] = locate(a, index);
+      barrier_arrive(&shared.ready[slot]);
+      // Long before it is needed.
+      index = a.counter ? int64_t(gridDim.x) + atomicAdd(a.counter, 1u) : index + gridDim.x;
+    }
+    named_barrier(2, kProducers);
+    const Work work = shared.work[slot];
+    if (work.count == 0) break;
+    auto source = [&](int r) { return work.gathered ? a.rows[work.x_start + r] : work.x_start + r; };
+    uint32_t from[kRows];  // in 16 bytes
+    int scale_row[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      from[i] = row0 + 16 * i < work.count ? static_cast<uint32_t>(source(row0 + 16 * i)) * stride + chunk : 0;
+    }
+    if constexpr (P == Pack::kFloat8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (thread + 128 * i < work.count) scale_row[i] = source(thread + 128 * i) * a.x_blocks;
+      }
+    }
+    const int rows = (work.count - row0 + 15) / 16;  // this thread's
+    const unsigned char* weights = work.weights;
+    for (int k = 0; k < work.stages; ++k) {
+      barrier_wait(&shared.empty[at.stage], at.phase ^ 1);
+      const uint32_t stage = base + at.stage * layout.bytes;
+      uint64_t* bar = &shared.full[at.stage];
+      if (thread == 0) {
+        barrier_expect(bar, stage_bytes);
+        bulk_copy(stage, weights, stage_bytes, bar, policy);
+      }
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const int block = k * kHalves + half;
+        const uint32_t bytes = block * 8 + chunk < chunks ? 16 : 0;
+        const unsigned char* block_from = x + (bytes ? block * 128 : 0);
+        const uint32_t to = stage + to0 + half * layout.half;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (i < rows) copy16(to + i * 2048, block_from + uint64_t(from[i]) * 16, bytes);
+        }
+      }
+      if constexpr (P == Pack::kFloat8) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int r = thread + 128 * i;
+          if (r < work.count) copy4(stage + layout.scales + r * 4, a.x_scale + scale_row[i] + min(k, a.x_blocks - 1));
+        }
+      }
+      barrier_arrive_copied(bar);
+      weights += stage_bytes;
+      at.next(layout.stages);
+    }
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace sm90
+}  // namespace deltafuse::moe
