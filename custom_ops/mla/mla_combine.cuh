@@ -107,7 +107,8 @@ __device__ __forceinline__ float4 join_all(const Joint<kRows>* joints, const flo
 struct Groups {
   int parts, per_group, count, per_chapter;
   __device__ Groups(const DecodeArgs& a, int64_t b, bool gather) {
-    const Cut cut = Cut::of(static_cast<int>(a.lengths.total(b)), static_cast<int>(a.p.seq_len), a.p.window, a.plan.chapter_tiles);
+    const Cut cut =
+        Cut::of(static_cast<int>(a.lengths.total(b)), static_cast<int>(a.p.seq_len), a.p.window, a.plan.chapter_tiles);
     const Grain grain = a.plan.grain;
     parts = cut.parts(grain);
     const bool tiles = grain == Grain::kTile && cut.short_one() && cut.section > 1;
@@ -143,10 +144,10 @@ __global__ void __launch_bounds__(combine::kThreads) combine_spread_kernel(const
   const Slot<kRows> slot(blockIdx.x);
   ptx::launch_dependents();
   const Groups groups(a, b, true);
-  float4* gathered = reinterpret_cast<float4*>(shared);                     // [groups][32]
+  float4* gathered = reinterpret_cast<float4*>(shared);  // [groups][32]
   auto* joints = reinterpret_cast<Joint<kRows>*>(gathered + groups.count * 32);
-  float* top = reinterpret_cast<float*>(joints + groups.count);             // [groups][rows]
-  float* sum = top + groups.count * kRows;                                  // [groups][rows]
+  float* top = reinterpret_cast<float*>(joints + groups.count);  // [groups][rows]
+  float* sum = top + groups.count * kRows;                       // [groups][rows]
   const float* stats = a.stats + at * 2 * kRows + lane;
   const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + blockIdx.x) * 32 + lane;
   ptx::wait_prior_grid();
@@ -259,9 +260,8 @@ __global__ void __launch_bounds__(combine::kThreads) combine_serial_kernel(const
     const float2 by = *reinterpret_cast<const float2*>(inverses + slot.row);
     x = make_float4(whole.x.x * by.x, whole.x.y * by.y, whole.x.z * by.x, whole.x.w * by.y);
   } else {
-    x = join_all<T, kRows>(joints, inverses, slot.row, groups.count, groups.per_chapter, [&](int i) {
-      return Travel<T>::unpack(partial[int64_t(i) * Slot<kRows>::kCount * 32]);
-    });
+    x = join_all<T, kRows>(joints, inverses, slot.row, groups.count, groups.per_chapter,
+                           [&](int i) { return Travel<T>::unpack(partial[int64_t(i) * Slot<kRows>::kCount * 32]); });
   }
   store<T>(a, b, row_block * kRows, slot.channel, slot.row, x);
 }

@@ -36,8 +36,8 @@ const char* deltafuse_mla_cuda_forward(CudaLayer* layer, const Params* params, v
 // For tests: prompts with a mask by the prompt kernel, or not (mla_plan_cuda.h). Not while a call is under way.
 void deltafuse_mla_cuda_masked_prompts(int on) { deltafuse::mla::host::masked_prompts = on != 0; }
 
-// For tests and tune_mla.py: what decode does instead of what it would choose (mla_launch.h); negative: as it would. Not
-// while a call is under way, and before the call's workspace is asked for. 0: there is no such choice.
+// For tests and tune_mla.py: what decode does instead of what it would choose (mla_launch.h); negative: as it would.
+// Not while a call is under way, and before the call's workspace is asked for. 0: there is no such choice.
 int deltafuse_mla_cuda_choose(const char* name, int value) {
   deltafuse::mla::DecodeChoice& choice = deltafuse::mla::decode_choice;
   const struct {

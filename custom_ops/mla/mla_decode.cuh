@@ -1,5 +1,5 @@
-// Decode over the cache of latents, sm_90a: one block makes parts of sequences for 32 or 64 query rows (token and head).
-// Keys are the products' rows and query rows their columns, so that 32 heads fill the tensor cores:
+// Decode over the cache of latents, sm_90a: one block makes parts of sequences for 32 or 64 query rows (token and
+// head). Keys are the products' rows and query rows their columns, so that 32 heads fill the tensor cores:
 //
 //   S^T [64 keys, rows] = tile [64, 576] q^T        one warpgroup, then its softmax (mla_decode_scores.cuh)
 //   O^T [512, rows]     = tile [64, 512]^T P^T      two warpgroups, 256 channels each, into sections and chapters
@@ -17,14 +17,14 @@ namespace deltafuse::mla {
 #ifdef MLA_SM90A
 namespace decode {
 
-// total = total * keep + x * add, x rounded to what travels; factors by column (keep[8 j + 2 t + e]).
+// total = total * keep + x * add, x rounded to what travels; factors of query rows 2 i and 2 i + 1 in factors[i].
 template <typename T, int N>
-__device__ __forceinline__ void fold(float (&total)[N], const float (&x)[N], const float* keeps, const float* adds) {
+__device__ __forceinline__ void fold(float (&total)[N], const float (&x)[N], const float (*factors)[4]) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < N / 4; ++j) {
-    const float2 keep = *reinterpret_cast<const float2*>(keeps + j * 8 + 2 * t);
-    const float2 add = *reinterpret_cast<const float2*>(adds + j * 8 + 2 * t);
+    const float2 keep = *reinterpret_cast<const float2*>(factors[j * 4 + t]);
+    const float2 add = *reinterpret_cast<const float2*>(factors[j * 4 + t] + 2);
     const float4 y = travelled<T>(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
     total[4 * j] = joined(total[4 * j], y.x, keep.x, add.x);
     total[4 * j + 1] = joined(total[4 * j + 1], y.y, keep.y, add.y);
@@ -60,15 +60,15 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
     }
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i, ++count) {
-      const int buffer = count & 1;
-      ptx::mbar_wait(&small->weights_full[buffer], (count / 2) & 1);
-      const unsigned char* weights = shared + S::kWeights + buffer * S::kVersions * S::kWeightBytes;
+      const int buffer = count & 1, place = count % S::kWeightBuffers;
+      ptx::mbar_wait(&small->weights_full[place], count / S::kWeightBuffers & 1);
+      const unsigned char* weights = shared + S::kWeights + place * S::kVersions * S::kWeightBytes;
       const int at[2] = {slots.at(0), slots.at(1)};
       const uint32_t tile[2] = {operand(shared + at[0] * kPair), operand(shared + at[1] * kPair)};
       const uint32_t w[2] = {operand(weights + (S::kScales ? half * 2 : 0) * S::kWeightBytes),
                              operand(weights + (S::kScales ? half * 2 + 1 : 0) * S::kWeightBytes)};
       // 64 channels at a time; for 32 rows the next ones' products go on while these are added.
-      auto start = [&](float(&leaf)[kValues], int m) {
+      auto start = [&](float (&leaf)[kValues], int m) {
         ptx::wgmma_fence();
 #pragma unroll
         for (int j = 0; j < kTile / 16; ++j) {
@@ -77,10 +77,10 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
         }
         ptx::wgmma_commit();
       };
-      auto finish = [&](float(&leaf)[kValues], int m) {
+      auto finish = [&](float (&leaf)[kValues], int m) {
         ptx::keep(leaf);
         if (m % 2 == 1 && lane == 0) ptx::mbar_arrive(&small->empty[at[m / 2]]);
-        fold<T>(section[m], leaf, small->keep[buffer], small->add[buffer]);
+        fold<T>(section[m], leaf, small->by_tile[buffer]);
       };
       if constexpr (kRows == 32) {
         float leaf[2][kValues];
@@ -111,14 +111,14 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
         if constexpr (kChapters) {
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            fold<T>(chapter[m], section[m], small->section_keep[buffer], small->section_add[buffer]);
+            fold<T>(chapter[m], section[m], small->by_section[buffer]);
 #pragma unroll
             for (int x = 0; x < kValues; ++x) section[m][x] = 0.0f;
           }
         }
       }
       __syncwarp();
-      if (lane == 0) ptx::mbar_arrive(&small->weights_empty[buffer]);
+      if (lane == 0) ptx::mbar_arrive(&small->weights_empty[place]);
     }
     // In the order of these registers: whole lines are written.
     ptx::wait_prior_grid();
@@ -126,7 +126,7 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
     Four* out = static_cast<Four*>(k.a.partial) + int64_t(item->at) * (kLatent * kRows / 4) + lane;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float(&x)[kValues] = kChapters ? chapter[m % (kChapters ? 4 : 1)] : section[m];
+      const float (&x)[kValues] = kChapters ? chapter[m % (kChapters ? 4 : 1)] : section[m];
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
         out[(((half * 4 + m) * 4 + warp) * (kRows / 8) + j) * 32] =
@@ -155,22 +155,17 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   unsigned char* shared = unaligned + (1024 - ptx::shared_address(unaligned) % 1024) % 1024;
   auto* small = reinterpret_cast<typename S::Small*>(shared + S::kSmall);
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kSlots; ++i) ptx::mbar_init(&small->full[i], 1), ptx::mbar_init(&small->empty[i], 4);
-    for (int i = 0; i < S::kRawSlots; ++i) {
-      ptx::mbar_init(&small->raw_full[i], 1), ptx::mbar_init(&small->raw_empty[i], 1);
-    }
-    for (int i = 0; i < kRopeSlots; ++i) {
-      ptx::mbar_init(&small->rope_full[i], 1), ptx::mbar_init(&small->rope_empty[i], 4);
-    }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbar_init(&small->weights_full[i], 4), ptx::mbar_init(&small->weights_empty[i], 8);
-    }
-    for (int i = 0; i < kItems; ++i) {
-      ptx::mbar_init(&small->item_full[i], 1), ptx::mbar_init(&small->item_empty[i], S::kListeners);
-    }
-    ptx::mbar_init(&small->q_full, 1);
-    ptx::mbar_init(&small->q_empty, 4);
+  if (threadIdx.x < 32) {
+    const int i = threadIdx.x;
+    auto init = [i](auto& bars, uint32_t arrivals) {
+      if (i < int(sizeof(bars) / sizeof(bars[0]))) ptx::mbar_init(&bars[i], arrivals);
+    };
+    init(small->full, 1), init(small->empty, 4);
+    init(small->raw_full, 1), init(small->raw_empty, 1);
+    init(small->rope_full, 1), init(small->rope_empty, 4);
+    init(small->weights_full, 4), init(small->weights_empty, 8);
+    init(small->item_full, 1), init(small->item_empty, S::kListeners);
+    init(small->q_full, 1), init(small->q_empty, 4);
     ptx::mbar_init_fence();
   }
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
@@ -179,6 +174,8 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
     const int i = threadIdx.x % 4;
     ptx::prefetch_map(i == 0 ? maps.latent : i == 1 ? maps.rope : i == 2 ? maps.scale : maps.q);
   }
+  Walk<kRows> walk(k);
+  if (warp == 12) walk.begin();  // while barriers are made
   __syncthreads();
   ptx::launch_dependents();
 
@@ -188,7 +185,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   } else if (group == 3) {
     ptx::set_registers_less<kFetchRegisters>();
     if (warp == 12) {
-      fetch<kType, kRows>(k, maps, shared, small);
+      fetch<kType, kRows>(k, maps, walk, shared, small);
     } else if constexpr (S::kCodes) {
       convert_tiles<T, kType, kRows>(k, shared, small);
     }

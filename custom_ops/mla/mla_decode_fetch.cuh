@@ -1,5 +1,5 @@
-// The fourth warpgroup of decode: one warp starts the copies of tiles and queries, by tensor maps; where the cache holds
-// 8-bit codes, the other three turn them into T. See mla_decode.cuh.
+// The fourth warpgroup of decode: one warp starts the copies of tiles and queries, by tensor maps; where the cache
+// holds 8-bit codes, the other three turn them into T. See mla_decode.cuh.
 #pragma once
 
 #include "mla_decode_parts.cuh"
@@ -26,18 +26,19 @@ template <int kRows, typename Small>
 __device__ __forceinline__ void fetch_queries(const DecodeKernelArgs& k, const CUtensorMap* map, const Item& item,
                                               int turn, unsigned char* q, Small* small) {
   const int row = item.b * static_cast<int>(k.a.p.seq_len) * k.a.p.num_heads + item.first_row;
-  if (turn > 0) ptx::mbar_wait(&small->q_empty, (turn - 1) & 1);
-  ptx::mbar_expect(&small->q_full, kRows * 2 * (kLatent + kRotary));
+  if (turn > 0) ptx::mbar_wait(small->q_empty, (turn - 1) & 1);
+  ptx::mbar_expect(small->q_full, kRows * 2 * (kLatent + kRotary));
 #pragma unroll 1
   for (int c = 0; c < (kLatent + kRotary) / 64; ++c) {
-    ptx::tma_load(q + c * kRows * 128, map, &small->q_full, c * 64, row);
+    ptx::tma_load(q + c * kRows * 128, map, small->q_full, c * 64, row);
   }
 }
 
 // One warp; its first lane starts the copies. Tokens that were there before this call do not wait for the kernel before
 // this one: it makes the queries, and the one before that wrote the new tokens.
 template <CacheType kType, int kRows, typename Small>
-__device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, unsigned char* shared, Small* small) {
+__device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& walk, unsigned char* shared,
+                      Small* small) {
   using S = Shape<kType, kRows>;
   constexpr int kPairSlots = S::kCodes ? S::kRawSlots : S::kSlots, kAhead = kPairSlots / kPairs;
   constexpr int kBytes = S::kCodes ? kRaw : kPair;
@@ -45,7 +46,6 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, unsigned char
   uint64_t *full = S::kCodes ? small->raw_full : small->full, *empty = S::kCodes ? small->raw_empty : small->empty;
   const int lane = threadIdx.x % 32;
   const uint64_t policy = k.once ? ptx::evict_first() : ptx::evict_normal();
-  Walk<kRows> walk(k);
   Feed<Small> feed{small};
   Ring<kPairSlots> slots;
   Ring<kRopeSlots> ropes;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void convert_pair(const unsigned char* raw, unsigned 
   }
 }
 
-// Three warps take pairs by turns.
+// Three warps take pairs by turns, each always the same slots.
 template <typename T, CacheType kType, int kRows, typename Small>
 __device__ void convert_tiles(const DecodeKernelArgs& k, unsigned char* shared, Small* small) {
   using S = Shape<kType, kRows>;
@@ -186,7 +186,7 @@ __device__ void convert_tiles(const DecodeKernelArgs& k, unsigned char* shared, 
         __syncwarp();
         if (lane == 0) ptx::mbar_arrive(&small->full[slots.slot]), ptx::mbar_arrive(&small->raw_empty[raws.slot]);
       }
-      turn = turn == 2 ? 0 : turn + 1;
+      turn = turn == kConverters - 1 ? 0 : turn + 1;
       slots.advance(1);
       raws.advance(1);
     }

@@ -20,10 +20,10 @@ struct DecodeKernelArgs {
 
 namespace decode {
 
-// A tile of 64 tokens is 4 pairs of blocks of 64 channels, and the rotary keys' block. Pairs lie in a ring of slots: each
-// is used as soon as it is there and is free as soon as its own products are done.
+// A tile of 64 tokens is 4 pairs of blocks of 64 channels, and the rotary keys' block. Pairs lie in a ring of slots:
+// each is used as soon as it is there and is free as soon as its own products are done.
 constexpr int kThreads = 512, kTile = Cut::kTile, kBlock = kTile * 128, kPair = 2 * kBlock, kPairs = kLatent / 128;
-constexpr int kItems = 4, kRopeSlots = 2, kRaw = kTile * 128;  // kRaw: 8-bit codes of a pair
+constexpr int kItems = 4, kConverters = 3, kRopeSlots = 2, kRaw = kTile * 128;  // kRaw: 8-bit codes of a pair
 static_assert(kFloat8Group == 128, "a pair has one scale a token");
 
 // What a block does at a time: one part of a sequence for some query rows. Tokens count from `base`.
@@ -36,26 +36,28 @@ struct Item {
 template <CacheType kType, int kRows>
 struct Shape {
   static constexpr bool kCodes = kType != CacheType::kSame, kScales = kType == CacheType::kFloat8;
-  static constexpr int kSlots = kCodes ? (kScales ? 5 : 6) : kRows == 32 ? 10 : 7;
-  static constexpr int kRawSlots = kScales ? 7 : kCodes ? 8 : 1;
+  static constexpr int kSlots = kCodes ? 6 : kRows == 32 ? 10 : 7, kRawSlots = kCodes ? 6 : 1;
   static constexpr int kQueryBlock = kRows * 128, kQueryBytes = kQueryBlock * (kLatent + kRotary) / 64;
   // float8: weights times the tokens' scales, one version a pair.
   static constexpr int kListeners = kCodes ? 15 : 12;  // warps that hear of parts
   static constexpr int kVersions = kScales ? kPairs : 1, kWeightBytes = kRows * 128;
+  static constexpr int kWeightBuffers = kScales ? 1 : 2;
   static constexpr int kScaleBytes = kScales ? kTile * kPairs * 4 : 0;
 
   static constexpr int kRope = kSlots * kPair, kQuery = kRope + kRopeSlots * kBlock, kWeights = kQuery + kQueryBytes;
-  static constexpr int kCode = kWeights + 2 * kVersions * kWeightBytes;
+  static constexpr int kCode = kWeights + kWeightBuffers * kVersions * kWeightBytes;
   static constexpr int kSmall = kCode + (kCodes ? kRawSlots * kRaw : 0);
 
   struct Small {
     uint64_t full[kSlots], empty[kSlots], rope_full[kRopeSlots], rope_empty[kRopeSlots];
-    uint64_t raw_full[kRawSlots], raw_empty[kRawSlots], weights_full[2], weights_empty[2], q_full, q_empty;
+    uint64_t raw_full[kRawSlots], raw_empty[kRawSlots], weights_full[kWeightBuffers], weights_empty[kWeightBuffers],
+        q_full[1], q_empty[1];
     uint64_t item_full[kItems], item_empty[kItems];
     Item items[kItems];
     alignas(128) float scales[kRopeSlots][kScales ? kTile : 1][kPairs];
-    // How a tile joins its section and a section its chapter.
-    float keep[2][kRows], add[2][kRows], section_keep[2][kRows], section_add[2][kRows];
+    // How a tile joins its section and a section its chapter: two rows' `keep`, then their `add`.
+    alignas(16) float by_tile[2][kRows / 2][4];
+    float by_section[2][kRows / 2][4];
     alignas(16) float largest[2][kRows][4];
     alignas(16) float sums[2][kRows][4];  // of each warp's 16 tokens
     int high[kRows];
@@ -64,6 +66,8 @@ struct Shape {
   static constexpr int kBytes = 1024 + kSmall + int(sizeof(Small));
   static_assert(kBytes <= 227 * 1024, "shared memory of a block");
   static_assert(kSlots >= kPairs, "a tile must fit");
+  // A warp that waits for every third use of a barrier would not notice that it is a whole round behind.
+  static_assert(!kCodes || (kSlots % kConverters == 0 && kRawSlots % kConverters == 0), "a slot has one converter");
 };
 
 #ifdef MLA_SM90A
@@ -90,29 +94,42 @@ __device__ __forceinline__ uint32_t operand(const unsigned char* p) {
 }
 
 // A block's share of the work: neighbours, so that its next part is mostly of the same sequence and needs no other
-// queries; but where a part is read for several row blocks, they run side by side and share it in the L2 cache. One warp
-// walks, all lanes together, and tells the others. It reads nothing that an earlier kernel of the same call writes.
+// queries; but where a part is read for several row blocks, they run side by side and share it in the L2 cache. One
+// warp walks, all lanes together, and tells the others. It reads nothing that an earlier kernel of the same call
+// writes.
 template <int kRows>
 class Walk {
  public:
-  __device__ explicit Walk(const DecodeKernelArgs& k) : k_(k), lane_(threadIdx.x % 32) {
+  __device__ explicit Walk(const DecodeKernelArgs& k) : k_(k), lane_(threadIdx.x % 32) {}
+
+  __device__ void begin() {
+    const DecodeKernelArgs& k = k_;
     // Where each 32nd of the batch begins, in parts.
     const int batch = static_cast<int>(k.a.p.batch), chunk = (batch + 31) / 32;
     int mine = 0;
+    if (chunk == 1) {
+      mine = look_at(0);
+    } else {
 #pragma unroll 4
-    for (int i = 0; i < chunk; ++i) {
-      const int b = lane_ * chunk + i;
-      if (b < batch) mine += cut_of(static_cast<int>(k.a.lengths.total(b))).parts(k.a.plan.grain);
+      for (int i = 0; i < chunk; ++i) {
+        const int b = lane_ * chunk + i;
+        if (b < batch) mine += cut_of(static_cast<int>(k.a.lengths.total(b))).parts(k.a.plan.grain);
+      }
     }
-    const int sum = scan(mine), all = __shfl_sync(~0u, sum, 31) * k.row_blocks;
+    const int sum = scan(mine), parts = __shfl_sync(~0u, sum, 31), all = parts * k.row_blocks;
     const int block = blockIdx.x, blocks = gridDim.x;
     if (k.row_blocks > 1 || all <= blocks) {
       work_ = block, to_ = all, step_ = blocks;
     } else {
-      work_ = static_cast<int>(int64_t(block) * all / blocks), to_ = static_cast<int>(int64_t(block + 1) * all / blocks);
+      work_ = static_cast<int>(int64_t(block) * all / blocks),
+      to_ = static_cast<int>(int64_t(block + 1) * all / blocks);
       step_ = 1;
     }
     if (work_ >= to_) return;
+    if (chunk == 1) {
+      first_ = mine > 0 ? sum - mine : INT_MAX, end_ = parts;
+      return;
+    }
     const int part = part_of(work_), from = __popc(__ballot_sync(~0u, sum - mine <= part)) - 1;
     load(from * chunk, __shfl_sync(~0u, sum - mine, from));
   }
@@ -155,23 +172,25 @@ class Walk {
     }
     return x;
   }
-  // The 32 sequences from `group` on, the first of which begins with part `before`.
-  __device__ void load(int group, int before) {
+  // This lane's of the 32 sequences from `group` on: how many parts it has.
+  __device__ int look_at(int group) {
     group_ = group;
-    int mine = 0;
-    if (group + lane_ < k_.a.p.batch) {
-      total_ = static_cast<int>(k_.a.lengths.total(group + lane_));
-      mine = cut_of(total_).parts(k_.a.plan.grain);
-    }
-    const int sum = scan(mine);
+    if (group + lane_ >= k_.a.p.batch) return 0;
+    total_ = static_cast<int>(k_.a.lengths.total(group + lane_));
+    return cut_of(total_).parts(k_.a.plan.grain);
+  }
+  // These 32, the first of which begins with part `before`.
+  __device__ void load(int group, int before) {
+    const int mine = look_at(group), sum = scan(mine);
     first_ = mine > 0 ? before + sum - mine : INT_MAX;
     end_ = before + __shfl_sync(~0u, sum, 31);
   }
 
   const DecodeKernelArgs& k_;
   const int lane_;
-  int work_, to_, step_;
-  int group_ = 0, end_ = 0, first_ = 0, total_ = 1;  // the last two: of this lane's sequence
+  int work_ = 0, to_ = 0, step_ = 0;
+  int group_ = 0, end_ = 0;
+  int first_ = 0, total_ = 1;  // of this lane's sequence: its first part, its tokens
   bool first_time_ = true;
 };
 

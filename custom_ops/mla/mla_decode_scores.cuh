@@ -38,8 +38,8 @@ __device__ __forceinline__ void product(float (&d)[32], uint64_t a, uint64_t b, 
   ptx::wgmma_n64<kTransA, 0>(d, a, b, add, T{});
 }
 
-// What every score of a tile goes through before the softmax: acc[4 j + 2 i + e] is key `tile0` + warp * 16 + lane / 4 +
-// 8 i, query row 8 j + 2 (lane % 4) + e.
+// What every score of a tile goes through before the softmax: acc[4 j + 2 i + e] is key `tile0` + warp * 16 + lane / 4
+// + 8 i, query row 8 j + 2 (lane % 4) + e.
 template <typename T, bool kMask, int N, typename Small>
 __device__ __forceinline__ void mask_scores(const DecodeKernelArgs& k, float (&acc)[N], int tile0, int warp,
                                             const Small* small) {
@@ -104,7 +104,7 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
         if (section_ended) chapter[r].join(section[r].sum, by_section[r]), section[r] = Total{};
       }
     };
-    if (item->fresh) ptx::mbar_wait(&small->q_full, turn++ & 1);
+    if (item->fresh) ptx::mbar_wait(small->q_full, turn++ & 1);
 
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i, ++count) {
@@ -120,8 +120,7 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
           const bool rope = pair == kPairs;
           ptx::mbar_wait(rope ? &small->rope_full[ropes.slot] : &small->full[slots.at(pair)],
                          rope ? ropes.phase : slots.parity(pair));
-          const uint32_t tile = operand(
-              shared + (rope ? S::kRope + ropes.slot * kBlock : slots.at(pair) * kPair));
+          const uint32_t tile = operand(shared + (rope ? S::kRope + ropes.slot * kBlock : slots.at(pair) * kPair));
           ptx::wgmma_fence();
 #pragma unroll
           for (int block = 0; block < (rope ? 1 : 2); ++block) {
@@ -163,8 +162,7 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
           const bool rope = pair == kPairs;
           ptx::mbar_wait(rope ? &small->rope_full[ropes.slot] : &small->full[slots.at(pair)],
                          rope ? ropes.phase : slots.parity(pair));
-          const uint32_t tile = operand(
-              shared + (rope ? S::kRope + ropes.slot * kBlock : slots.at(pair) * kPair));
+          const uint32_t tile = operand(shared + (rope ? S::kRope + ropes.slot * kBlock : slots.at(pair) * kPair));
           ptx::wgmma_fence();
 #pragma unroll
           for (int block = 0; block < (rope ? 1 : 2); ++block) {
@@ -184,7 +182,7 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
         for (int x = 0; x < kValues; ++x) acc[x] = kChains == 2 ? part[0][x] + part[kChains - 1][x] : part[0][x];
         if (lane == 0) ptx::mbar_arrive(&small->rope_empty[ropes.slot]);
       }
-      if (lane == 0 && i == tiles - 1 && item->leaves) ptx::mbar_arrive(&small->q_empty);
+      if (lane == 0 && i == tiles - 1 && item->leaves) ptx::mbar_arrive(small->q_empty);
       if (!S::kCodes && tile0 + kTile > item->end) {
         // What lies behind the sequence may be anything: zeros, since 0 times NaN is NaN.
         const int from = item->end - tile0;
@@ -216,14 +214,15 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
         low = ptx::exp2(low - from), high = ptx::exp2(high - from);
         here[c] = low + high;
       }
-      if (count >= 2) ptx::mbar_wait(&small->weights_empty[buffer], (count / 2 - 1) & 1);
+      const int place = count % S::kWeightBuffers, round = count / S::kWeightBuffers;
+      if (round > 0) ptx::mbar_wait(&small->weights_empty[place], (round - 1) & 1);
 #pragma unroll
       for (int version = 0; version < S::kVersions; ++version) {
 #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
-          const uint32_t to = ptx::shared_address(shared + S::kWeights +
-                                                  (buffer * S::kVersions + version) * S::kWeightBytes) +
-                              (r * 32 + lane) * 128;
+          const uint32_t to =
+              ptx::shared_address(shared + S::kWeights + (place * S::kVersions + version) * S::kWeightBytes) +
+              (r * 32 + lane) * 128;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float by = 1.0f;
@@ -251,12 +250,12 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
           const int row = r * 32 + lane;
           const float4 m = *reinterpret_cast<const float4*>(small->largest[buffer][row]);
           by_tile[r] = section[r].raise(fmaxf(fmaxf(m.x, m.y), fmaxf(m.z, m.w)));
-          small->keep[buffer][row] = by_tile[r].keep;
-          small->add[buffer][row] = by_tile[r].add;
+          small->by_tile[buffer][row / 2][row % 2] = by_tile[r].keep;
+          small->by_tile[buffer][row / 2][row % 2 + 2] = by_tile[r].add;
           if (ends) {
             by_section[r] = chapter[r].raise(section[r].top);
-            small->section_keep[buffer][row] = by_section[r].keep;
-            small->section_add[buffer][row] = by_section[r].add;
+            small->by_section[buffer][row / 2][row % 2] = by_section[r].keep;
+            small->by_section[buffer][row / 2][row % 2 + 2] = by_section[r].add;
           }
         }
         summed = buffer;
@@ -266,7 +265,7 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
       ptx::fence_async();
       __syncwarp();
       if (lane == 0) {
-        ptx::mbar_arrive(&small->weights_full[buffer]);
+        ptx::mbar_arrive(&small->weights_full[place]);
         if (S::kScales) ptx::mbar_arrive(&small->rope_empty[ropes.slot]);
       }
       // -- the sums of its weights, while the products with them go on

@@ -16,9 +16,7 @@ __global__ void probe_kernel(int* out) {
 #endif
 }
 
-int row_blocks(const Params& p, int rows) {
-  return static_cast<int>((p.seq_len * p.num_heads + rows - 1) / rows);
-}
+int row_blocks(const Params& p, int rows) { return static_cast<int>((p.seq_len * p.num_heads + rows - 1) / rows); }
 
 template <typename T, int kRows>
 cudaError_t launch_combine(const DecodeArgs& a, cudaLaunchConfig_t config) {
@@ -46,7 +44,8 @@ template <typename T, CacheType kType, int kRows>
 cudaError_t make_maps(const DecodeArgs& a, int64_t rows, bool packed, int box_rows, DecodeMaps* maps) {
   constexpr bool kCodes = kType != CacheType::kSame;
   const View& v = a.cache;
-  const uint32_t box[2] = {64, static_cast<uint32_t>(box_rows)}, code_box[2] = {128, box[1]}, scale_box[2] = {4, box[1]};
+  const uint32_t box[2] = {64, static_cast<uint32_t>(box_rows)}, code_box[2] = {128, box[1]},
+                 scale_box[2] = {4, box[1]};
   const uint64_t latent_sizes[2] = {uint64_t(packed ? kLatent + kRotary : kLatent), uint64_t(rows)};
   const uint64_t rope_sizes[2] = {uint64_t(kRotary), uint64_t(rows)}, scale_sizes[2] = {4, uint64_t(rows)};
   const uint64_t latent_stride = v.latent_row * (kCodes ? 1 : sizeof(T)), rope_stride = v.rope_row * sizeof(T);
@@ -136,8 +135,8 @@ cudaError_t has_sm90a(bool* yes) {
 
 DecodeChoice decode_choice;
 
-// The grain by what it should take, in microseconds of an H200: rounds of parts, a tile as fast as a multiprocessor makes
-// it or memory brings it, and the sums that are written and read again.
+// The grain by what it should take, in microseconds of an H200: rounds of parts, a tile as fast as a multiprocessor
+// makes it or memory brings it, and the sums that are written and read again.
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   const DecodeChoice& choice = decode_choice;
   DecodePlan plan;

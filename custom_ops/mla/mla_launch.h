@@ -66,11 +66,11 @@ struct View {
   }
 };
 
-// Decode: a sequence is cut by its own length alone, at three heights: tiles of 64 tokens, sections of tiles, chapters of
-// sections. A tile's sum is always made from nothing, a section adds its tiles' sums in order, a chapter its sections',
-// and the sequence its chapters'; each sum is rounded to what travels through memory before it is added. A block makes a
-// tile, a section or a chapter (Grain), the second kernel the rest, with the same operations in the same order: the
-// bits are the same whichever was chosen, so a row does not see how many rows there are.
+// Decode: a sequence is cut by its own length alone, at three heights: tiles of 64 tokens, sections of tiles, chapters
+// of sections. A tile's sum is always made from nothing, a section adds its tiles' sums in order, a chapter its
+// sections', and the sequence its chapters'; each sum is rounded to what travels through memory before it is added. A
+// block makes a tile, a section or a chapter (Grain), the second kernel the rest, with the same operations in the same
+// order: the bits are the same whichever was chosen, so a row does not see how many rows there are.
 enum class Grain : int32_t { kTile = 0, kSection = 1, kChapter = 2 };
 
 struct Cut {
@@ -124,9 +124,7 @@ struct Cut {
   }
   // Short enough that its tiles may be parts; of a longer one the smallest parts are sections.
   MLA_BOTH bool short_one() const { return tiles <= kMaxParts; }
-  MLA_BOTH int sections() const {
-    return short_one() ? (tiles + kSection - 1) / kSection : over(tiles, section);
-  }
+  MLA_BOTH int sections() const { return short_one() ? (tiles + kSection - 1) / kSection : over(tiles, section); }
   MLA_BOTH int part_tiles(Grain grain) const {
     if (grain == Grain::kTile && short_one()) return 1;
     return grain == Grain::kChapter ? section * chapter : section;

@@ -32,11 +32,10 @@ cudaError_t encode(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzl
     encoder = found;
   }
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encoder(map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data),
-              reinterpret_cast<const cuuint64_t*>(sizes), reinterpret_cast<const cuuint64_t*>(strides), box, steps,
-              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder(
+      map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), reinterpret_cast<const cuuint64_t*>(sizes),
+      reinterpret_cast<const cuuint64_t*>(strides), box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -44,8 +43,7 @@ cudaError_t encode(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzl
 
 cudaError_t make_map(CUtensorMap* map, DType dtype, int rank, const void* data, const uint64_t* sizes,
                      const uint64_t* strides, const uint32_t* box) {
-  const auto type =
-      dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return encode(map, type, CU_TENSOR_MAP_SWIZZLE_128B, rank, data, sizes, strides, box);
 }
 

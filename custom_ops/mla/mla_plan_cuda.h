@@ -88,9 +88,9 @@ inline Path path_of(const Params& p, const DeviceInfo& device) {
 
 // Offsets of the workspace's parts.
 struct Workspace {
-  int64_t latent = 0, rope = 0, scale = 0, key = 0, value = 0;     // where a present is not asked for
+  int64_t latent = 0, rope = 0, scale = 0, key = 0, value = 0;  // where a present is not asked for
   int64_t q = 0, o_latent = 0, partial = 0, stats = 0;          // decode, and Any with absorbed weights
-  int64_t q_rope = 0, flat_latent = 0, flat_rope = 0, kv = 0;      // prompts
+  int64_t q_rope = 0, flat_latent = 0, flat_rope = 0, kv = 0;   // prompts
   int64_t total = 0;
   int64_t take(int64_t bytes) {
     const int64_t at = total;
