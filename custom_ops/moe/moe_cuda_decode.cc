@@ -1,4 +1,6 @@
 // A call of a few tokens: its workspace and its launches.
+#include <cstring>
+
 #include "moe_cuda_layer.h"
 #include "moe_decode.h"
 
@@ -79,6 +81,36 @@ const char* run_few(const CudaLayer& layer, const Params& p, const DeviceInfo& d
   if (status != cudaSuccess) return failed("launching the router's logits", status);
   status = launch_decode(a, p.dtype, device, stream);
   return status == cudaSuccess ? nullptr : failed("launching the experts", status);
+}
+
+DecodeTuning& decode_tuning() {
+  static DecodeTuning tuning;
+  return tuning;
+}
+
+bool tune_decode(const char* name, int value) {
+  DecodeTuning& tuning = decode_tuning();
+  const struct {
+    const char* name;
+    int32_t* value;
+    int least, most;
+    bool power;  // of two
+  } known[] = {{"tokens", &tuning.tokens, 0, kDecodeTokens, false},
+               {"first_threads", &tuning.first_threads, 256, 512, true},
+               {"first_blocks", &tuning.first_blocks, 0, 8, false},
+               {"split", &tuning.split, 1, 8, true},
+               {"second_threads", &tuning.second_threads, 64, 256, true},
+               {"many_threads", &tuning.many_threads, 64, 512, true},
+               {"dependent", &tuning.dependent, 0, 1, false},
+               {"prefetch", &tuning.prefetch, 0, 1, false},
+               {"rehearse", &tuning.rehearse, 0, 1, false}};
+  for (const auto& one : known) {
+    if (std::strcmp(name, one.name) != 0) continue;
+    if (value < one.least || value > one.most || (one.power && (value & (value - 1)) != 0)) return false;
+    *one.value = value;
+    return true;
+  }
+  return false;
 }
 
 }  // namespace deltafuse::moe

@@ -11,7 +11,7 @@ constexpr int kDecodePairs = 512;  // token-expert pairs of a decode call
 // How the kernels are driven; results differ in rounding at most.
 struct DecodeTuning {
   int32_t tokens = kDecodeTokens;  // calls of more are prompts; at most kDecodeTokens
-  int32_t first_threads = 512;     // of a block of the first product: a power of two, 128 to 512
+  int32_t first_threads = 512;     // of a block of the first product: 256 or 512
   int32_t first_blocks = 0;        // a multiprocessor: 0: one for one token, else two where they fit
   int32_t split = 2;               // warps that share 16 rows: 1, 2, 4, 8
   int32_t second_threads = 256;    // of a block of the second product, one token: 64 to 256
@@ -20,7 +20,8 @@ struct DecodeTuning {
   int32_t prefetch = 1;            // router's and shared expert's weights go to the L2 early
   int32_t rehearse = 1;            // the choice runs once on zeros while the logits are made
 };
-DecodeTuning& decode_tuning();  // the process's
+DecodeTuning& decode_tuning();                  // the process's
+bool tune_decode(const char* name, int value);  // false: no such thing, or no such value
 
 // Tokens as the right operand of a product.
 struct Operand {

@@ -90,16 +90,17 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   const Routing routing(shared, r);
   const int warps = blockDim.x / 32, warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, g = lane / 4,
             t = lane % 4;
-  const int split = a.tuning.split, part = warp % split, group = warp / split, groups = warps / split;
+  const int split = a.tuning.split, shift = __ffs(split) - 1;  // a power of two
+  const int part = warp & (split - 1), group = warp >> shift, groups = warps >> shift;
   const int slot_bytes = FirstShared::slot_bytes(a), ring_bytes = kFirstDepth * slot_bytes;
   int* list = reinterpret_cast<int*>(shared + FirstShared::lists_at(a)) + warp * 16;  // pairs, then their tokens
   const unsigned char* ring = shared + FirstShared::ring_at(a, warps) + warp * ring_bytes;
   FirstTasks tasks(a);
 
   // The next stage to copy: all of a warp's stages of all its tasks, one after the other.
-  int next_task = group, next_left = 0, next_step = 0, next_at = 0, ahead = 0;
-  bool next_own = false;
-  Source next{};
+  int next_task, next_left, next_step, next_at;
+  bool next_own;
+  Source next;
   auto have_next = [&] {
     while (next_left == 0 && next_task < tasks.count) {
       int item, slab;
@@ -107,23 +108,25 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
       next_own = tasks.is_shared(next_task);
       if (next_own) {
         next = slab_source<S>(a.shared_gate_up, 0, slab, part);
-        next_left = (a.shared_gate_up.stages - part + split - 1) / split;
+        next_left = (a.shared_gate_up.stages - part + split - 1) >> shift;
         next_step = split * a.shared_gate_up.stage_bytes();
       } else {
         next = slab_source<P>(a.gate_up, routing.items[item] & 0xffff, slab, part);
-        next_left = (a.gate_up.stages - part + split - 1) / split;
+        next_left = (a.gate_up.stages - part + split - 1) >> shift;
         next_step = split * a.gate_up.stage_bytes();
       }
       next_task += groups;
     }
     return next_left != 0;
   };
-  auto copy_next = [&] {
-    const uint32_t slot = shared_address(ring) + next_at;
-    if (P == S || !next_own) {
-      copy_stage<P>(next, slot);
-    } else {
-      copy_stage<S>(next, slot);
+  auto copy_next = [&](bool wanted) {
+    if (wanted) {
+      const uint32_t slot = shared_address(ring) + next_at;
+      if (P == S || !next_own) {
+        copy_stage<P>(next, slot);
+      } else {
+        copy_stage<S>(next, slot);
+      }
     }
     next.payload += next_step;
     next_at = next_at + slot_bytes == ring_bytes ? 0 : next_at + slot_bytes;
@@ -135,16 +138,20 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     to_l2(a.shared_gate_up.data, a.shared_gate_up.expert_bytes(), at, of);
     to_l2(a.shared_down.data, a.shared_down.expert_bytes(), at, of);
   }
+  int ahead = 0;  // stages that are on their way
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) wait_previous();
     if (pass || a.tuning.rehearse) route(r, routing, pass == 0, pass && blockIdx.x == 0);
     if (pass) tasks.add_experts(a, uniform(routing.counts[0]));
+    next_task = group, next_left = 0, next_step = 0, next_at = 0, next_own = false, next = Source{};
+    int stages = 0;
 #pragma unroll 1
-    for (; ahead < kFirstDepth && have_next(); ++ahead) {
-      copy_next();
-      copies_commit();
+    for (; stages < kFirstDepth && have_next(); ++stages) {
+      copy_next(stages >= ahead);
+      if (stages >= ahead) copies_commit();
     }
+    ahead = stages;
   }
 #pragma unroll 1
   for (; ahead < kFirstDepth; ++ahead) copies_commit();
@@ -181,35 +188,37 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     __syncwarp();
 
     float total[4] = {};
-    auto stages = [&](auto pack, const Packed& w, const Operand& x) {
+    auto stages = [&](auto pack, const Packed& w, const void* data, const float* sums, int cols, int each) {
       constexpr Pack kPack = decltype(pack)::kPack;
       constexpr bool kInteger = kPack == Pack::kInt4 || kPack == Pack::kInt8;
       constexpr int kBytes = kStageCols<kPack> * 2;
-      const int each = x.cols / 128 * x.sub, step = split * x.sub;
+      const int sub = w.sub, step = split * sub;
       const bool have = g < count, have_low = kInteger && 2 * t < count, have_high = kInteger && 2 * t + 1 < count;
-      const unsigned char* right = static_cast<const unsigned char*>(x.data) +
-                                   (have ? list[8 + g] : 0) * int64_t(x.cols) * sizeof(T) + t * 16 + part * kBytes;
-      int low = (have_low ? list[8 + 2 * t] : 0) * each + part * x.sub;
-      int high = (have_high ? list[9 + 2 * t] : 0) * each + part * x.sub;
+      const unsigned char* right = static_cast<const unsigned char*>(data) +
+                                   (have ? list[8 + g] : 0) * int64_t(cols) * sizeof(T) + t * 16 + part * kBytes;
+      int low = (have_low ? list[8 + 2 * t] : 0) * each + part * sub;
+      int high = (have_high ? list[9 + 2 * t] : 0) * each + part * sub;
 #pragma unroll 1
       for (int k = part; k < w.stages; k += split) {
-        auto sum_of = [&](int i, int sub) {
-          return i ? (have_high ? x.sums[high + sub] : 0.0f) : (have_low ? x.sums[low + sub] : 0.0f);
+        auto sum_of = [&](int i, int within) {
+          return i ? (have_high ? sums[high + within] : 0.0f) : (have_low ? sums[low + within] : 0.0f);
         };
         copies_wait<kFirstDepth - 1>();
         __syncwarp();
-        multiply_any<T, kPack, false>(w.sub != 1, w.zeros, ring + at, right, have, sum_of, 1.0f, total);
+        multiply_any<T, kPack, false>(sub != 1, w.zeros, ring + at, right, have, sum_of, 1.0f, total);
         __syncwarp();
         right += split * kBytes, low += step, high += step;
         at = at + slot_bytes == ring_bytes ? 0 : at + slot_bytes;
-        if (have_next()) copy_next();
+        if (have_next()) copy_next(true);
         copies_commit();
       }
     };
     if (own) {
-      stages(PackOf<S>(), a.shared_gate_up, a.shared_x.data ? a.shared_x : a.x);
+      const bool apart = a.shared_x.data != nullptr;
+      stages(PackOf<S>(), a.shared_gate_up, apart ? a.shared_x.data : a.x.data, apart ? a.shared_x.sums : a.x.sums,
+             apart ? a.shared_x.cols : a.x.cols, a.shared_gate_up.blocks() * a.shared_gate_up.sub);
     } else {
-      stages(PackOf<P>(), a.gate_up, a.x);
+      stages(PackOf<P>(), a.gate_up, a.x.data, a.x.sums, a.x.cols, a.gate_up.blocks() * a.gate_up.sub);
     }
     if (split > 1) {
       float4* mine = reinterpret_cast<float4*>(shared + FirstShared::partial_at(a, warps)) +
@@ -242,11 +251,10 @@ cudaError_t launch_first_pair(const DecodeArgs& a, const DeviceInfo& device, cud
   if (status != cudaSuccess) return status;
   const int wanted = a.tuning.first_blocks ? a.tuning.first_blocks : a.router.tokens == 1 ? 1 : 2;
   const int each = resident < 1 ? 1 : resident < wanted ? resident : wanted;
-  const int64_t groups = threads / 32 / a.tuning.split;
   const int64_t tasks = int64_t(a.shared_gate_up.count ? slabs_of(a.shared_gate_up) : 0) * ((a.router.tokens + 7) / 8) +
                         int64_t(a.router.tokens) * a.router.top_k * slabs_of(a.gate_up);
-  const int64_t room = int64_t(device.multiprocessors) * each, most = (tasks + groups - 1) / groups;
-  return launch_kernel(decode_first_kernel<T, P, S>, most < room ? most : room, threads, shared,
+  const int64_t room = int64_t(device.multiprocessors) * each;
+  return launch_kernel(decode_first_kernel<T, P, S>, tasks < room ? tasks : room, threads, shared,
                        device.capability >= 90 && a.tuning.dependent, stream, a);
 }
 

@@ -56,8 +56,9 @@ __device__ __forceinline__ Source slab_source(const Packed& w, int expert, int s
   constexpr bool kRows = P == Pack::kPlain || P == Pack::kFloat8;  // else in the order of lanes
   constexpr int kTail = P == Pack::kFloat8 ? 64 : 32;              // bytes of 16 rows' scales
   const int lane = threadIdx.x % 32, unit = unit_of(slab), rows = rows_of(slab);
-  const unsigned char* base =
-      w.data + expert * w.expert_bytes() + slab / 16 * w.tile_bytes() + int64_t(stage) * w.stage_bytes();
+  const uint32_t stage_bytes = w.stage_bytes(), tile_bytes = w.stages * stage_bytes;  // an expert has less than 4 GB
+  const unsigned char* base = w.data + static_cast<uint64_t>(w.tiles * tile_bytes) * static_cast<uint32_t>(expert) +
+                              (slab / 16 * tile_bytes + stage * stage_bytes);
   const int payload = unit * w.payload + rows * (kRows ? 2048 : 512) + lane * 16;
   const int part = lane * 16 / kTail, within = lane * 16 % kTail;
   const int tail = 4 * w.payload + unit * w.tail + (part * 4 + rows) * kTail + within;
@@ -88,13 +89,12 @@ __device__ __forceinline__ void multiply_slot(bool zeros, const unsigned char* s
   float sum[2][4] = {}, high[4] = {}, ones[4] = {};
   auto flush = [&](float s0, float s1, float z0, float z1, int sub) {
     s0 *= factor, s1 *= factor;
+    const float columns[2] = {kInteger && !kOnes ? sum_of(0, sub) : 0.0f, kInteger && !kOnes ? sum_of(1, sub) : 0.0f};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float all = sum[0][i] + sum[1][i];
       if constexpr (Left::kHalves) all = fmaf(16.0f, high[i], all);
-      if constexpr (kInteger) {
-        all = fmaf(-(Left::kBase + (i < 2 ? z0 : z1)), kOnes ? ones[i] : sum_of(i & 1, sub), all);
-      }
+      if constexpr (kInteger) all = fmaf(-(Left::kBase + (i < 2 ? z0 : z1)), kOnes ? ones[i] : columns[i & 1], all);
       total[i] = fmaf(i < 2 ? s0 : s1, all, total[i]);
       sum[0][i] = sum[1][i] = high[i] = ones[i] = 0.0f;
     }

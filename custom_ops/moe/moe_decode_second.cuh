@@ -114,51 +114,56 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
     };
 #pragma unroll 1
     for (int i = 0; i < kDepth; ++i) fetch();
-    if (!waited) {
-      wait_previous();  // for the activations
-      release_next();
-      waited = true;
-      if constexpr (kOne) {
-        const int pieces = SecondShared::h_row_bytes(a) / 16;
-        const auto* h = static_cast<const unsigned char*>(a.h);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < (last + 1) * pieces; i += blockDim.x) {
-          const int row = i / pieces;
-          copy16(shared_address(h_here) + i * 16, h + row * int64_t(a.h_stride) * sizeof(T) + (i - row * pieces) * 16);
-        }
-        copies_commit();
-        copies_wait<0>();
-        __syncthreads();
-      }
-    }
 
     float total[4] = {};
-    auto multiply = [&](auto pack, const Packed& w, const unsigned char* row, int item) {
+    auto multiply = [&](auto pack, const Packed& w, const unsigned char* row, bool have) {
       constexpr Pack kPack = decltype(pack)::kPack;
-      const float factor = w.multiplier ? w.multiplier[item == items ? 0 : experts[item]] : 1.0f;
+      const float factor = w.multiplier ? w.multiplier[at.item == items ? 0 : experts[at.item]] : 1.0f;
       copies_wait<kDepth - 1>();
       __syncwarp();
       multiply_any<T, kPack, true>(
-          w.sub != 1, w.zeros, ring + slot * slot_bytes, row + at.stage * (kStageCols<kPack> * 2) + t * 16, row,
+          w.sub != 1, w.zeros, ring + slot * slot_bytes, row + at.stage * (kStageCols<kPack> * 2) + t * 16, have,
           [](int, int) { return 0.0f; }, factor, total);
     };
+    // Rehearsed: a stage times zeros, to have the instructions in the cache when the activations come.
 #pragma unroll 1
-    while (at.item <= last) {
-      const bool own = at.item == items;
-      const int row = row_of(at.item);
-      const unsigned char* from = row < 0 ? nullptr
-                                  : kOne
-                                      ? h_here + row * SecondShared::h_row_bytes(a)
-                                      : static_cast<const unsigned char*>(a.h) + row * int64_t(a.h_stride) * sizeof(T);
-      if (P == S || !own) {
-        multiply(PackOf<P>(), own ? a.shared_down : a.down, from, at.item);
-      } else {
-        multiply(PackOf<S>(), a.shared_down, from, at.item);
+    for (int pass = kOne && a.tuning.rehearse ? 0 : 1; pass < 2; ++pass) {
+      if (pass && !waited) {
+        wait_previous();  // for the activations
+        release_next();
+        waited = true;
+        if constexpr (kOne) {
+          const int pieces = SecondShared::h_row_bytes(a) / 16;
+          const auto* h = static_cast<const unsigned char*>(a.h);
+#pragma unroll 1
+          for (int i = threadIdx.x; i < (last + 1) * pieces; i += blockDim.x) {
+            const int row = i / pieces;
+            copy16(shared_address(h_here) + i * 16,
+                   h + row * int64_t(a.h_stride) * sizeof(T) + (i - row * pieces) * 16);
+          }
+          copies_commit();
+          copies_wait<0>();
+          __syncthreads();
+        }
       }
-      __syncwarp();
-      slot = slot + 1 == kDepth ? 0 : slot + 1;
-      fetch();
-      advance(at, warps);
+#pragma unroll 1
+      while (at.item <= last) {
+        const bool own = at.item == items;
+        const int row = row_of(at.item), from = row < 0 ? 0 : row;
+        const unsigned char* h = kOne ? h_here + from * SecondShared::h_row_bytes(a)
+                                      : static_cast<const unsigned char*>(a.h) + from * int64_t(a.h_stride) * sizeof(T);
+        if (P == S || !own) {
+          multiply(PackOf<P>(), own ? a.shared_down : a.down, h, pass && row >= 0);
+        } else {
+          multiply(PackOf<S>(), a.shared_down, h, pass && row >= 0);
+        }
+        if (pass == 0) break;
+        __syncwarp();
+        slot = slot + 1 == kDepth ? 0 : slot + 1;
+        fetch();
+        advance(at, warps);
+      }
+      if (pass == 0) total[0] = total[1] = total[2] = total[3] = 0.0f;
     }
     copies_wait<0>();
     __syncthreads();  // the ring becomes the sums' place

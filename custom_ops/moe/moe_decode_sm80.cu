@@ -11,11 +11,6 @@ cudaError_t launch_first_f16(const DecodeArgs& args, const DeviceInfo& device, c
 cudaError_t launch_second_bf16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_second_f16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
 
-DecodeTuning& decode_tuning() {
-  static DecodeTuning tuning;
-  return tuning;
-}
-
 size_t decode_shared_bytes(const DecodeArgs& a) {
   const size_t first = FirstShared::bytes(a, a.tuning.first_threads / 32);
   const bool one = SecondShared::one(a);
