@@ -1,8 +1,10 @@
 // A plain C face of the CUDA kernels over moe.h's Params, for tests and benchmarks through ctypes.
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "moe.h"
+#include "moe_decode.h"
 #include "moe_launch.h"
 
 extern "C" {
@@ -46,6 +48,27 @@ size_t deltafuse_moe_cuda_route_workspace_bytes(const deltafuse::moe::Params* pa
 }
 const char* deltafuse_moe_cuda_route(const deltafuse::moe::Params* params, int steps, void* workspace, void* stream) {
   return deltafuse::moe::cuda_route(*params, steps, workspace, stream);
+}
+
+// How prompts are driven (see PromptTuning), and with "decode_" before the name calls of a few tokens (DecodeTuning): 0,
+// or 1 if there is no such thing to tune.
+int deltafuse_moe_cuda_tune(const char* name, int value) {
+  if (std::strncmp(name, "decode_", 7) == 0) return deltafuse::moe::tune_decode(name + 7, value) ? 0 : 1;
+  deltafuse::moe::PromptTuning& tuning = deltafuse::moe::prompt_tuning();
+  const struct {
+    const char* name;
+    int32_t* value;
+  } known[] = {{"tokens", &tuning.tokens},   {"stages", &tuning.stages},
+               {"dynamic", &tuning.dynamic}, {"keep_weights", &tuning.keep_weights},
+               {"skew", &tuning.skew},       {"drain", &tuning.drain},
+               {"merge", &tuning.merge},     {"fast_logits", &tuning.fast_logits}};
+  for (const auto& one : known) {
+    if (std::strcmp(name, one.name) == 0) {
+      *one.value = value;
+      return 0;
+    }
+  }
+  return 1;
 }
 
 }  // extern "C"

@@ -1,5 +1,6 @@
 // Prompts: their workspace and their launches.
 #include "moe_cuda_layer.h"
+#include "moe_logits_fast.h"
 
 namespace deltafuse::moe {
 namespace {
@@ -62,6 +63,8 @@ struct ManyParts {
   unsigned char* x;  // padded rows, where they are not wide enough already
   uint8_t* x8;       // tokens in float8
   float* x8_scale;
+  bool fast;  // the router's logits by way of these
+  FastLogits logits_by;
   ChainParts experts, shared;
   bool merged;  // the shared expert's rows are among the experts'
   int64_t used;
@@ -71,6 +74,15 @@ ManyParts many_parts(const CudaLayer& layer, const Params& p, int64_t tokens, co
   ManyParts m{};
   const int64_t pairs = tokens * p.top_k;
   m.logits = parts.take<float>(tokens * p.num_experts);
+  const RouterArgs r = router_args(p, 0, static_cast<int>(tokens));
+  m.fast = logits_fast(r, device);
+  if (m.fast) {
+    FastLogits& f = m.logits_by = fast_form(r);
+    f.weights = parts.take<unsigned char>(fast_weight_bytes(f));
+    f.norms = parts.take<float>(p.num_experts);
+    f.counts = parts.take<int32_t>(p.num_experts);
+    f.lists = parts.take<int32_t>(p.num_experts * tokens);
+  }
   m.ids = parts.take<int32_t>(pairs);
   m.weights = parts.take<float>(pairs);
   m.positions = parts.take<int32_t>(pairs);
@@ -162,6 +174,11 @@ const char* run_chain(const Chain& chain, const ChainParts& c, const Params& p, 
   return status == cudaSuccess ? nullptr : failed("launching the second product", status);
 }
 
+cudaError_t launch_router_logits(const ManyParts& m, const RouterArgs& r, const DeviceInfo& device,
+                                 cudaStream_t stream) {
+  return m.fast ? launch_logits_fast(r, m.logits_by, device, stream) : launch_logits(r, device, stream);
+}
+
 PermuteArgs permute_args(const ManyParts& m, const DeviceInfo& device, int tokens) {
   PermuteArgs a{};
   a.ids = m.ids, a.weights = m.weights, a.positions = m.positions, a.sorted = m.sorted;
@@ -184,7 +201,7 @@ const char* run_many(const CudaLayer& layer, const Params& p, int64_t begin, int
   cudaError_t status = cudaSuccess;
   if (p.router_weight) {
     r.logits = m.logits;
-    status = launch_logits(r, device, stream);
+    status = launch_router_logits(m, r, device, stream);
     if (status != cudaSuccess) return failed("launching the router's logits", status);
   }
   status = launch_select(r, permute_args(m, device, tokens), stream);
@@ -256,7 +273,7 @@ const char* cuda_route(const Params& p, int steps, void* workspace, void* stream
   RouterArgs r = router_args(p, 0, tokens);
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   if (p.router_weight) r.logits = m.logits;
-  if (p.router_weight && (steps & 1)) status = launch_logits(r, device, stream);
+  if (p.router_weight && (steps & 1)) status = launch_router_logits(m, r, device, stream);
   if (status == cudaSuccess && (steps & 2)) status = launch_select(r, permute_args(m, device, tokens), stream);
   return status == cudaSuccess ? nullptr : failed("launching the router", status);
 }

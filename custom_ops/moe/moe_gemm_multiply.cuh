@@ -35,17 +35,21 @@ __device__ __forceinline__ void multiply_plain(uint32_t stage, uint32_t right, i
 }
 
 // Volatile, so that it is not loaded long before.
-__device__ __forceinline__ float2 load_shared(const float2* p) {
+__device__ __forceinline__ float2 load_two(uint32_t shared) {
   float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(address(p)));
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(shared));
+  return x;
+}
+__device__ __forceinline__ float load_one(uint32_t shared) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(x) : "r"(shared));
   return x;
 }
 
 // A float8 product of 128 columns and M tokens from the `first` on, and its way into the sums.
 template <int M, int N>
-__device__ __forceinline__ void multiply_float8(uint32_t left, uint32_t right, float s0, float s1, const float2* scales,
-                                                int first, float (&d)[N / 2]) {
-  float part[M / 2];
+__device__ __forceinline__ void multiply_float8(uint32_t left, uint32_t right, uint32_t weight_scales, uint32_t scales,
+                                                int first, float (&part)[M / 2], float (&d)[N / 2]) {
   fence();
   Product<M>::template fresh<Float8>(part, descriptor(left), descriptor(right + first * 128));
 #pragma unroll
@@ -55,9 +59,10 @@ __device__ __forceinline__ void multiply_float8(uint32_t left, uint32_t right, f
   commit();
   wait<0>();
   pin(part);
+  const float s0 = load_one(weight_scales), s1 = load_one(weight_scales + 32);
 #pragma unroll
   for (int b = 0; b < M / 8; ++b) {
-    const float2 x = load_shared(scales + (first / 8 + b) * 4);
+    const float2 x = load_two(scales + (first + b * 8) * 4);
     float* to = &d[4 * (first / 8 + b)];
     to[0] = fmaf(part[4 * b] * s0, x.x, to[0]);
     to[1] = fmaf(part[4 * b + 1] * s0, x.y, to[1]);
@@ -121,6 +126,9 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
     for (int i = 0; i < N / 2; ++i) d[half][i] = 0.0f;
   }
   pin(d[0]), pin(d[1]);
+  constexpr int kPart = P != Pack::kFloat8 ? 2 : N > 128 ? N / 2 : N;  // sums of more do not fit the registers
+  float part[kPart / 2] = {};
+  if constexpr (P == Pack::kFloat8) pin(part);
   const bool skewed = P != Pack::kFloat8 && first && a.tuning.skew;  // float8 warpgroups meet at each tile's end
   if (skewed && warpgroup == 1) barrier_wait(&shared.begun, 0);
   for (int k = 0; k < stages; ++k) {
@@ -135,15 +143,14 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
       reader.release(shared, at);
     } else if constexpr (P == Pack::kFloat8) {
       const int thread = threadIdx.x % 128;
-      const float* tails = reinterpret_cast<const float*>(stage + 4 * w.payload) + thread / 32 * 16 + thread % 32 / 4;
-      const float2* scales = reinterpret_cast<const float2*>(stage + layout.scales) + thread % 4;
-      constexpr int kPart = N > 128 ? 80 : N;  // accumulators of more do not fit the registers
+      const uint32_t tails = address(stage) + 4 * w.payload + (thread / 32 * 16 + thread % 32 / 4) * 4;
+      const uint32_t scales = address(stage) + layout.scales + thread % 4 * 8;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t left = address(stage) + (unit0 + half) * 8192;
-        const float s0 = tails[(unit0 + half) * 64], s1 = tails[(unit0 + half) * 64 + 8];
-        multiply_float8<kPart, N>(left, right, s0, s1, scales, 0, d[half]);
-        if constexpr (kPart < N) multiply_float8<N - kPart, N>(left, right, s0, s1, scales, kPart, d[half]);
+        const uint32_t own = tails + (unit0 + half) * 256;
+        multiply_float8<kPart, N>(left, right, own, scales, 0, part, d[half]);
+        if constexpr (kPart < N) multiply_float8<kPart, N>(left, right, own, scales, kPart, part, d[half]);
       }
       reader.release(shared, at);
     } else {

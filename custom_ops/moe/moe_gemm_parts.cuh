@@ -18,7 +18,7 @@ constexpr int kSlots = 4;  // tiles that are known ahead
 __host__ __device__ constexpr int most_tokens(Pack p) {
   return p == Pack::kPlain ? 192 : p == Pack::kFloat8 ? 160 : 128;
 }
-// Columns of the products for so many tokens. Float8 has no 144: in two parts it takes as many registers as 160.
+// Columns of the products for so many tokens. Float8 has no 144: the compiler finds registers for 160 only.
 __host__ __device__ constexpr int tile_columns(Pack p, int tokens) {
   const int columns = tokens <= 32 ? 32 : tokens <= 64 ? 64 : (tokens + 15) / 16 * 16;
   return p == Pack::kFloat8 && columns == 144 ? 160 : columns;

@@ -15,8 +15,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ Shared shared;
-  __shared__ __align__(8) float largest[P == Pack::kFloat8 ? 8 : 1][160];
-  __shared__ __align__(8) float inverse[160];
+  __shared__ __align__(8) float largest[P == Pack::kFloat8 ? 8 : 1][most_tokens(Pack::kFloat8)];
+  __shared__ __align__(8) float inverse[most_tokens(Pack::kFloat8)];
   unsigned char* memory = dynamic + (1024 - (address(dynamic) & 1023)) % 1024;
   if (threadIdx.x == 0) init_barriers(shared, layout.stages);
   __syncthreads();

@@ -113,8 +113,9 @@ __device__ __forceinline__ void store_joined(const GemmArgs& a, const Work& work
 
 // The same as float8: the tile's 128 channels of a token share a scale.
 template <int N>
-__device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work, int lane, float (*largest)[160],
-                                             float* inverse, float (&d)[2][N / 2]) {
+__device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work, int lane,
+                                             float (*largest)[most_tokens(Pack::kFloat8)], float* inverse,
+                                             float (&d)[2][N / 2]) {
   const int consumer = threadIdx.x, t = lane % 4;
 #pragma unroll
   for (int b = 0; b < N / 8; ++b) {
@@ -157,8 +158,8 @@ __device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work
 }
 
 template <typename T, Pack P, int N>
-__device__ __forceinline__ void store(const GemmArgs& a, const Work& work, float (*largest)[160], float* inverse,
-                                      float (&d)[2][N / 2]) {
+__device__ __forceinline__ void store(const GemmArgs& a, const Work& work, float (*largest)[most_tokens(Pack::kFloat8)],
+                                      float* inverse, float (&d)[2][N / 2]) {
   const int lane = fresh_lane();
   if (a.weights.multiplier) {
 #pragma unroll

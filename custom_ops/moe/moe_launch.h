@@ -93,14 +93,14 @@ struct PermuteArgs {   // what the experts' products need, from the chosen ids
 
 // How prompts are driven on Hopper; NOTES.md says what each is for.
 struct PromptTuning {
-  int32_t tokens = 0;        // of a tile at most; 0: as many as the format allows
-  int32_t stages = 0;        // in flight; 0: as many as fit
-  int32_t dynamic = 1;       // tiles are taken from a counter; 0: dealt out in advance
-  int32_t keep_weights = 0;  // 0: weights leave the L2 first
-  int32_t skew = 1;          // the second warpgroup begins a stage later than the first
-  int32_t drain = -1;        // a stage's products end before it is given back at once; -1: where tiles have few tokens
-  int32_t merge = 1;         // the shared expert's tiles lie among the experts'
-  int32_t exact_logits = 0;  // 1: router logits of prompts in float64 throughout
+  int32_t tokens = 0;         // of a tile at most; 0: as many as the format allows
+  int32_t stages = 0;         // in flight; 0: as many as fit
+  int32_t dynamic = 1;        // tiles are taken from a counter; 0: dealt out in advance
+  int32_t keep_weights = 0;   // 0: weights leave the L2 first
+  int32_t skew = 1;           // the second warpgroup begins a stage later than the first
+  int32_t drain = -1;         // a stage's products end before it is given back at once; -1: where tiles have few tokens
+  int32_t merge = 1;          // the shared expert's tiles lie among the experts'
+  int32_t fast_logits = 512;  // from so many tokens on most logits come from the bfloat16 tensor cores; 0: never
 };
 
 struct GemmArgs {

@@ -31,7 +31,6 @@ struct Float8 {};  // e4m3, as an element type
   C(d[8 * i]), C(d[8 * i + 1]), C(d[8 * i + 2]), C(d[8 * i + 3]), C(d[8 * i + 4]), C(d[8 * i + 5]), C(d[8 * i + 6]), \
       C(d[8 * i + 7])
 #define DF_SUM(x) "+f"(x)
-#define DF_NEW(x) "=f"(x)
 #define DF_T_16 DF_T0
 #define DF_D_16(C) DF_D(C, 0)
 #define DF_T_32 DF_T_16 ", " DF_T1
@@ -57,7 +56,8 @@ struct Float8 {};  // e4m3, as an element type
 #define DF_T_192 DF_T_176 ", " DF_T11
 #define DF_D_192(C) DF_D_176(C), DF_D(C, 11)
 
-// D += A B, or D = A B (`fresh`). Operands after D: o0 .. are their numbers.
+// D += A B, or D = A B (`fresh`, whose D is in the same registers each time: it must have been set once). Operands
+// after D: o0 .. are their numbers.
 #define DF_FROM_SHARED(N, C, ADD, TYPES, DEPTH, TAIL, o0, o1)                                              \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " #ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N DEPTH \
                ".f32" TYPES " {" DF_T_##N "}, %" #o0 ", %" #o1 ", p, 1, 1" TAIL ";\n}\n"                   \
@@ -85,7 +85,7 @@ struct Float8 {};  // e4m3, as an element type
     }                                                                                                         \
     template <typename T>                                                                                     \
     static __device__ __forceinline__ void fresh(float (&d)[N / 2], uint64_t a, uint64_t b) {                 \
-      DF_TYPES(N, DF_NEW, 0, o0, o1)                                                                          \
+      DF_TYPES(N, DF_SUM, 0, o0, o1)                                                                          \
     }                                                                                                         \
     template <typename T>                                                                                     \
     static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
@@ -147,7 +147,6 @@ DF_SHAPE(192, 96, 97, 98, 99, 100)
 #undef DF_D_192
 #undef DF_D
 #undef DF_SUM
-#undef DF_NEW
 #undef DF_FROM_SHARED
 #undef DF_FROM_REGISTERS
 #undef DF_TYPES

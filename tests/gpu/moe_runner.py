@@ -192,6 +192,7 @@ class Kernels:
             ("forward", ctypes.c_char_p, [_PTR, _PTR, _PTR, _PTR]),
             ("route_workspace_bytes", ctypes.c_size_t, [_PTR]),
             ("route", ctypes.c_char_p, [_PTR, ctypes.c_int, _PTR, _PTR]),
+            ("tune", ctypes.c_int, [ctypes.c_char_p, ctypes.c_int]),
         ):
             function = self.face(name)
             function.restype, function.argtypes = result, args
@@ -238,3 +239,12 @@ class Kernels:
             size = int(self.face("route_workspace_bytes")(ctypes.byref(call.params)))
             call.workspace = torch.zeros(max(size, 1), dtype=torch.uint8, device=call.device)
         self.check(self.face("route")(ctypes.byref(call.params), steps, call.workspace.data_ptr(), stream))
+
+    def tune(self, name: str, value: int) -> None:
+        """Change how the process's prompts are driven (``PromptTuning`` of moe_launch.h), for benchmarks and tests.
+
+        Raises:
+            ValueError: there is no such thing to tune.
+        """
+        if self.face("tune")(name.encode(), value):
+            raise ValueError(f"{name}: the kernels have no such setting")
