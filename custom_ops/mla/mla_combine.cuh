@@ -16,7 +16,7 @@ struct CombineArgs {
 
 namespace combine {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kAhead = 8;
+constexpr int kThreads = 512, kWarps = kThreads / 32, kAhead = 8, kSlotRows = 8;
 
 // Where a lane's four sums of a slot row belong: channels `channel` and + 8, query rows `row` and + 1.
 template <int kRows>
@@ -124,20 +124,20 @@ struct Groups {
 };
 
 // Groups: of tiles at most 128 / 8, of sections at most as many as there may be chapters.
-inline int spread_bytes(int rows, int parts) {
-  return (parts < Cut::kMaxChapters ? parts : Cut::kMaxChapters) * (rows * (16 + 8) + 32 * 16);
+inline int spread_bytes(int parts) {
+  return (parts < Cut::kMaxChapters ? parts : Cut::kMaxChapters) * (kSlotRows * (16 + 8) + 32 * 16);
 }
 inline int serial_bytes(int rows, int parts) { return parts * rows * (16 + 8); }
 
 }  // namespace combine
 
-// Few sequences of many parts: a block makes a slot row, and its warps gather groups of parts.
+// Few sequences of many parts: a block makes a slot row, which has 8 query rows, and its warps gather groups of parts.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(combine::kThreads) combine_spread_kernel(const CombineArgs k) {
   using namespace combine;
   using Four = typename Travel<T>::Four;
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ float inverses[kRows];
+  __shared__ float inverses[kSlotRows];
   const DecodeArgs& a = k.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_block = blockIdx.y;
   const int64_t b = blockIdx.z, at = (b * k.row_blocks + row_block) * a.plan.parts;
@@ -145,66 +145,52 @@ __global__ void __launch_bounds__(combine::kThreads) combine_spread_kernel(const
   ptx::launch_dependents();
   const Groups groups(a, b, true);
   float4* gathered = reinterpret_cast<float4*>(shared);  // [groups][32]
-  auto* joints = reinterpret_cast<Joint<kRows>*>(gathered + groups.count * 32);
-  float* top = reinterpret_cast<float*>(joints + groups.count);  // [groups][rows]
-  float* sum = top + groups.count * kRows;                       // [groups][rows]
-  const float* stats = a.stats + at * 2 * kRows + lane;
+  auto* joints = reinterpret_cast<Joint<kSlotRows>*>(gathered + groups.count * 32);
+  float* top = reinterpret_cast<float*>(joints + groups.count);  // [groups][8]
+  float* sum = top + groups.count * kSlotRows;                   // [groups][8]
+  // Of the query rows, every lane knows one; a lane's own two are known by lanes `mine` and mine + 1.
+  const int mine = lane % 4 * 2;
+  const float* stats = a.stats + at * 2 * kRows + blockIdx.x % (kRows / 8) * kSlotRows + lane % kSlotRows;
   const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + blockIdx.x) * 32 + lane;
   ptx::wait_prior_grid();
   for (int group = warp; group < groups.count; group += kWarps) {
-    const int from = group * groups.per_group;
-    const int to = min(from + groups.per_group, groups.parts);
+    const int from = group * groups.per_group, to = min(from + groups.per_group, groups.parts);
     Sums sums;
-    Total total[kRows / 32];
+    Total total;
     for (int first = from; first < to; first += kAhead) {
       // All of these are on their way before the first is used.
       Four ahead[kAhead];
-      float tops[kAhead][kRows / 32], part_sums[kAhead][kRows / 32];
+      float tops[kAhead], part_sums[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (first + i >= to) continue;
-#pragma unroll
-        for (int r = 0; r < kRows / 32; ++r) {
-          tops[i][r] = stats[int64_t(first + i) * 2 * kRows + r * 32];
-          part_sums[i][r] = stats[(int64_t(first + i) * 2 + 1) * kRows + r * 32];
-        }
+        tops[i] = stats[int64_t(first + i) * 2 * kRows];
+        part_sums[i] = stats[(int64_t(first + i) * 2 + 1) * kRows];
         ahead[i] = partial[int64_t(first + i) * Slot<kRows>::kCount * 32];
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (first + i >= to) break;
-        Factors f[kRows / 32];
-#pragma unroll
-        for (int r = 0; r < kRows / 32; ++r) {
-          f[r] = total[r].raise(tops[i][r]);
-          total[r].join(part_sums[i][r], f[r]);
-        }
-        // The factors of this lane's two query rows, from the lanes that made them.
-        const bool upper = kRows == 64 && slot.row >= 32;
-        const float keep = upper ? f[kRows / 32 - 1].keep : f[0].keep, add = upper ? f[kRows / 32 - 1].add : f[0].add;
-        const int row = slot.row % 32;
-        const float2 keeps = make_float2(__shfl_sync(~0u, keep, row), __shfl_sync(~0u, keep, row + 1));
-        const float2 adds = make_float2(__shfl_sync(~0u, add, row), __shfl_sync(~0u, add, row + 1));
-        sums.join(Travel<T>::unpack(ahead[i]), keeps, adds);
+        const Factors f = total.raise(tops[i]);
+        total.join(part_sums[i], f);
+        const float2 keep = make_float2(__shfl_sync(~0u, f.keep, mine), __shfl_sync(~0u, f.keep, mine + 1));
+        const float2 add = make_float2(__shfl_sync(~0u, f.add, mine), __shfl_sync(~0u, f.add, mine + 1));
+        sums.join(Travel<T>::unpack(ahead[i]), keep, add);
       }
     }
-    gathered[group * 32 + lane] = sums.rounded<T>();
-#pragma unroll
-    for (int r = 0; r < kRows / 32; ++r) {
-      top[group * kRows + r * 32 + lane] = total[r].top;
-      sum[group * kRows + r * 32 + lane] = total[r].sum;
-    }
+    gathered[group * 32 + lane] = sums.template rounded<T>();
+    if (lane < kSlotRows) top[group * kSlotRows + lane] = total.top, sum[group * kSlotRows + lane] = total.sum;
   }
   __syncthreads();
   if (warp > 0) return;
-  // Every lane of the first warp; those of 64 rows that the slot row has none of are left out.
-  const int row = slot.row / 32 * 32 + lane;
-  join_all<kRows>(
-      joints, inverses, row, groups.count, groups.per_chapter, [&](int i) { return top[i * kRows + row]; },
-      [&](int i) { return sum[i * kRows + row]; });
+  if (lane < kSlotRows) {
+    join_all<kSlotRows>(
+        joints, inverses, lane, groups.count, groups.per_chapter, [&](int i) { return top[i * kSlotRows + lane]; },
+        [&](int i) { return sum[i * kSlotRows + lane]; });
+  }
   __syncwarp();
-  const float4 x = join_all<T, kRows>(joints, inverses, slot.row, groups.count, groups.per_chapter,
-                                      [&](int i) { return gathered[i * 32 + lane]; });
+  const float4 x = join_all<T, kSlotRows>(joints, inverses, mine, groups.count, groups.per_chapter,
+                                          [&](int i) { return gathered[i * 32 + lane]; });
   store<T>(a, b, row_block * kRows, slot.channel, slot.row, x);
 }
 

@@ -23,8 +23,7 @@ cudaError_t launch_combine(const DecodeArgs& a, cudaLaunchConfig_t config) {
   CombineArgs c;
   c.a = a;
   c.row_blocks = row_blocks(a.p, kRows);
-  const int bytes =
-      a.plan.spread ? combine::spread_bytes(kRows, a.plan.parts) : combine::serial_bytes(kRows, a.plan.parts);
+  const int bytes = a.plan.spread ? combine::spread_bytes(a.plan.parts) : combine::serial_bytes(kRows, a.plan.parts);
   const auto kernel = a.plan.spread ? combine_spread_kernel<T, kRows> : combine_serial_kernel<T, kRows>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;

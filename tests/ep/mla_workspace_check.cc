@@ -101,10 +101,10 @@ void check_paths() {
   expect(mla::host::path_of(p, ampere) == Path::kAny, "but not on other devices");
   for (const mla::MaskType type : {mla::MaskType::kT, mla::MaskType::kFloat32, mla::MaskType::kBool}) {
     p.mask_type = type;
-    expect(mla::host::path_of(p, hopper) == Path::kAny, "a masked prompt goes to the plain kernels");
-    mla::host::masked_prompts = true;
-    expect(mla::host::path_of(p, hopper) == Path::kPrompt, "or to the prompt kernel where that is switched on");
+    expect(mla::host::path_of(p, hopper) == Path::kPrompt, "a masked prompt goes to the prompt kernel");
     mla::host::masked_prompts = false;
+    expect(mla::host::path_of(p, hopper) == Path::kAny, "or to the plain kernels where that is switched off");
+    mla::host::masked_prompts = true;
     mla::Params step = call("latent", 1).params();
     step.mask_type = type;
     expect(mla::host::path_of(step, hopper) == Path::kDecode, "masked decode stays");

@@ -222,7 +222,7 @@ class Kernels:
         self._forward.restype, self._forward.argtypes = ctypes.c_char_p, [_PTR, _PTR, _PTR, _PTR]
         switch = lib.deltafuse_mla_cuda_masked_prompts
         switch.restype, switch.argtypes = None, [ctypes.c_int]
-        switch(os.environ.get("DELTAFUSE_MLA_MASKED_PROMPTS") == "1")  # what it is for: mla_plan_cuda.h
+        switch(os.environ.get("DELTAFUSE_MLA_MASKED_PROMPTS") != "0")  # what it is for: mla_plan_cuda.h
         self._choose = lib.deltafuse_mla_cuda_choose
         self._choose.restype, self._choose.argtypes = ctypes.c_int, [ctypes.c_char_p, ctypes.c_int]
         self._core = lib.deltafuse_mla_cuda_core

@@ -316,6 +316,23 @@ def test_weights_by_call_or_by_layer(kernels: Kernels) -> None:
     assert np.array_equal(by_layer, by_call)
 
 
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "bfloat16"), (40, "bfloat16"), (3, "float32")])
+def test_weights_that_another_node_makes_anew(kernels: Kernels, tokens: int, dtype: str) -> None:
+    """As those that are dequantized in the graph: a call reads what is there when it runs."""
+    inputs = draw_inputs(REAL_STATIC, 2, tokens, 100, np.random.default_rng(5), "normal", dtype)
+    call = Call(REAL_STATIC, {name: to_device(np.asarray(x)) for name, x in inputs.items()})
+    kernels.prepare(call, keep_weights=False)
+    for factor in (1.0, -0.5):
+        weights = (inputs["kv_b_weight"].astype(np.float32) * factor).astype(inputs["kv_b_weight"].dtype)
+        call.tensors["kv_b_weight"].copy_(to_device(weights))
+        kernels.launch(call)
+        torch.cuda.synchronize()
+        got = {"o": np.asarray(call.outputs["o"].to("cpu", torch.float64).numpy())}
+        worst = errors(REAL_STATIC, inputs | {"kv_b_weight": weights}, got)
+        assert worst["o"] <= tolerance("cuda", dtype), worst
+    kernels.release(call)
+
+
 @pytest.mark.parametrize("tokens", [1, 30])
 @pytest.mark.parametrize("config", [STATIC, REAL_STATIC], ids=["small", "real"])
 def test_wrong_values_are_found(kernels: Kernels, config: MlaConfig, tokens: int) -> None:
