@@ -1,4 +1,4 @@
-// Around the experts' products: activations to float8, and the weighted sum of the experts with the shared one.
+// Around the experts' products: rows to float8, and the weighted sum of the experts with the shared one.
 #include <cuda_fp8.h>
 
 #include "moe_device.cuh"
@@ -35,15 +35,21 @@ __global__ void __launch_bounds__(256) float8_kernel(Float8Args a) {
   }
 }
 
-// A block a token. Experts are added in the order of the choice.
+// A block a token, 16 bytes a thread. Experts are added in the order of the choice; rows of eight are on their way at
+// once.
 template <typename T, bool kWide>
-__global__ void __launch_bounds__(256) combine_kernel(CombineArgs a) {
-  __shared__ float parts[8];
+__global__ void __launch_bounds__(512) combine_kernel(CombineArgs a) {
+  constexpr int kElements = kWide ? 16 / sizeof(T) : 1;
+  constexpr int kTogether = 8;
+  struct alignas(sizeof(T) * kElements) Piece {
+    T v[kElements];
+  };
+  __shared__ float parts[16];
   __shared__ float gate;
   const int token = blockIdx.x;
   if (a.shared_gate) {
     float sum = 0.0f;
-    for (int k = threadIdx.x; k < a.hidden; k += 256) {
+    for (int k = threadIdx.x; k < a.hidden; k += blockDim.x) {
       sum = fmaf(to_float(static_cast<const T*>(a.x)[int64_t(token) * a.hidden + k]),
                  load_any(a.shared_gate, k, a.shared_gate_type), sum);
     }
@@ -52,31 +58,46 @@ __global__ void __launch_bounds__(256) combine_kernel(CombineArgs a) {
     __syncthreads();
     if (threadIdx.x == 0) {
       float all = 0.0f;
-      for (int i = 0; i < 8; ++i) all += parts[i];
+      for (int i = 0; i < static_cast<int>(blockDim.x) / 32; ++i) all += parts[i];
       gate = 1.0f / (1.0f + expf(-all));
     }
     __syncthreads();
   }
   const float share = a.shared_gate ? gate : 1.0f;
-  constexpr int kElements = kWide ? 16 / sizeof(T) : 1;
-  struct alignas(sizeof(T) * kElements) Piece {
-    T v[kElements];
-  };
   const T* out = static_cast<const T*>(a.out);
-  for (int col = threadIdx.x * kElements; col < a.hidden; col += 256 * kElements) {
+  const int32_t* positions = a.positions + int64_t(token) * a.top_k;
+  const float* weights = a.weights + int64_t(token) * a.top_k;
+  for (int col = threadIdx.x * kElements; col < a.hidden; col += blockDim.x * kElements) {
     float sum[kElements] = {};
-    for (int j = 0; j < a.top_k; ++j) {
-      const int64_t pair = int64_t(token) * a.top_k + j;
-      const float weight = a.weights[pair];
-      const Piece piece = *reinterpret_cast<const Piece*>(out + a.positions[pair] * a.out_stride + col);
+    Piece shared;
+    if (a.shared) {
+      shared = *reinterpret_cast<const Piece*>(static_cast<const T*>(a.shared) + token * a.shared_stride + col);
+    }
+    for (int first = 0; first < a.top_k; first += kTogether) {
+      int position[kTogether];
+      float weight[kTogether];
+      Piece piece[kTogether];
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) sum[i] = fmaf(weight, to_float(piece.v[i]), sum[i]);
+      for (int j = 0; j < kTogether; ++j) {
+        const int at = min(first + j, a.top_k - 1);
+        position[j] = __ldg(positions + at), weight[j] = __ldg(weights + at);
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (first + j < a.top_k) {
+          piece[j] = *reinterpret_cast<const Piece*>(out + position[j] * a.out_stride + col);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (first + j >= a.top_k) break;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) sum[i] = fmaf(weight[j], to_float(piece[j].v[i]), sum[i]);
+      }
     }
     if (a.shared) {
-      const Piece piece =
-          *reinterpret_cast<const Piece*>(static_cast<const T*>(a.shared) + int64_t(token) * a.shared_stride + col);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) sum[i] = fmaf(share, to_float(piece.v[i]), sum[i]);
+      for (int i = 0; i < kElements; ++i) sum[i] = fmaf(share, to_float(shared.v[i]), sum[i]);
     }
     Piece result;
 #pragma unroll
@@ -85,14 +106,20 @@ __global__ void __launch_bounds__(256) combine_kernel(CombineArgs a) {
   }
 }
 
+// The threads that leave fewest idle, so that each has a piece in every round.
+int combine_threads(int pieces) {
+  const int rounds = (pieces + 511) / 512, each = (pieces + rounds - 1) / rounds;
+  return (each + 31) / 32 * 32;
+}
+
 template <typename T>
 cudaError_t combine(const CombineArgs& a, cudaStream_t stream) {
   const int elements = 16 / static_cast<int>(sizeof(T));
   const unsigned blocks = static_cast<unsigned>(a.tokens);
   if (a.hidden % elements == 0 && a.out_stride % elements == 0) {
-    combine_kernel<T, true><<<blocks, 256, 0, stream>>>(a);
+    combine_kernel<T, true><<<blocks, combine_threads(a.hidden / elements), 0, stream>>>(a);
   } else {
-    combine_kernel<T, false><<<blocks, 256, 0, stream>>>(a);
+    combine_kernel<T, false><<<blocks, combine_threads(a.hidden), 0, stream>>>(a);
   }
   return cudaGetLastError();
 }
