@@ -66,12 +66,16 @@ cudaError_t launch_prepare(const DecodeArgs& args, DType dtype, const DeviceInfo
 // Choice, gates and ups with the activation; then down, weighted sum, shared expert.
 cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 
-// Launches with shared memory and, where `dependent`, as a dependent of the kernel before.
+// Launches with shared memory and, where `dependent`, as a dependent of the kernel before. All ask for the same
+// division of a multiprocessor's memory: it can only change when no block is there, so that they could not overlap
+// otherwise.
 template <typename... Formal, typename... Actual>
 cudaError_t launch_kernel(void (*kernel)(Formal...), int64_t blocks, int threads, size_t shared, bool dependent,
                           cudaStream_t stream, const Actual&... args) {
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -35,14 +35,6 @@ __device__ __forceinline__ void copies_wait() {
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-// Lines of [p, p + bytes) on their way to the L2, those of thread `at` of `of`.
-__device__ __forceinline__ void to_l2(const void* p, int64_t bytes, int64_t at, int64_t of) {
-#pragma unroll 1
-  for (int64_t i = at * 128; i < bytes; i += of * 128) {
-    asm volatile("prefetch.global.L2 [%0];\n" ::"l"(static_cast<const unsigned char*>(p) + i));
-  }
-}
-
 // A number that all lanes of a warp have, said so to the compiler.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 

@@ -113,4 +113,12 @@ __device__ __forceinline__ void wait_previous() {
 #endif
 }
 
+// Lines of [p, p + bytes) on their way to the L2, those of thread `at` of `of`.
+__device__ __forceinline__ void to_l2(const void* p, int64_t bytes, int64_t at, int64_t of) {
+#pragma unroll 1
+  for (int64_t i = at * 128; i < bytes; i += of * 128) {
+    asm volatile("prefetch.global.L2 [%0];\n" ::"l"(static_cast<const unsigned char*>(p) + i));
+  }
+}
+
 }  // namespace deltafuse::moe

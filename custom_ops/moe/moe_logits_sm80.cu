@@ -1,77 +1,27 @@
 // Router logits: float32 roundings of float64 sums, for a few tokens and for prompts.
-#include "moe_device.cuh"
+#include "moe_decode.h"
+#include "moe_logits_few.cuh"
 
 namespace deltafuse::moe {
 namespace {
 
-// -- a few tokens: two warps an expert, the weights are read once for four tokens ----------------------------------
-constexpr int kFewExperts = 4;
-constexpr int kFewTokens = 4;
+// -- a few tokens ------------------------------------------------------------------------------------------------
+constexpr int kFewTokens = 16;
 
-template <typename W>
-__global__ void __launch_bounds__(256) logits_few_kernel(RouterArgs a) {
-  extern __shared__ __align__(16) double tokens[];  // [kFewTokens][hidden]
-  __shared__ double partial[8][kFewTokens];
+template <typename T, typename W, int kTokens>
+__global__ void __launch_bounds__(kLogitsThreads) logits_few_kernel(const __grid_constant__ RouterArgs a) {
+  const int expert = blockIdx.x * kLogitsExperts;
+  prefetch_weights<W>(a, expert);
+  wait_previous();
   release_next();
-  constexpr int kWide = 16 / sizeof(W);
-  constexpr int kAhead = 10;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int expert = blockIdx.x * kFewExperts + warp / 2, half = warp % 2;
-  const W* row = static_cast<const W*>(a.weight) + int64_t(min(expert, a.experts - 1)) * a.hidden;
-  const bool wide = a.hidden % kWide == 0;
-  const int pieces = wide ? a.hidden / kWide : 0;
-  for (int base = 0; base < a.tokens; base += kFewTokens) {
-    const int count = min(kFewTokens, a.tokens - base);
-    uint4 ahead[kAhead];  // of the weights, while the tokens are fetched
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int piece = half * 32 + lane + i * 64;
-      if (piece < pieces) ahead[i] = __ldg(reinterpret_cast<const uint4*>(row) + piece);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < count * a.hidden; i += 256) {
-      tokens[i] = static_cast<double>(load_any(a.x, int64_t(base) * a.hidden + i, a.x_type));
-    }
-    __syncthreads();
-    double sum[kFewTokens] = {};
-    auto take = [&](const uint4& words, int piece) {
-      const W* w = reinterpret_cast<const W*>(&words);
-#pragma unroll
-      for (int j = 0; j < kWide; ++j) {
-        const double value = static_cast<double>(to_float(w[j]));
-#pragma unroll
-        for (int n = 0; n < kFewTokens; ++n) {
-          if (n < count) sum[n] = fma(value, tokens[n * a.hidden + piece * kWide + j], sum[n]);
-        }
-      }
-    };
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int piece = half * 32 + lane + i * 64;
-      if (piece < pieces) take(ahead[i], piece);
-    }
-    for (int piece = half * 32 + lane + kAhead * 64; piece < pieces; piece += 64) {
-      take(__ldg(reinterpret_cast<const uint4*>(row) + piece), piece);
-    }
-    for (int k = pieces * kWide + half * 32 + lane; k < a.hidden; k += 64) {
-      for (int n = 0; n < count; ++n)
-        sum[n] = fma(static_cast<double>(to_float(row[k])), tokens[n * a.hidden + k], sum[n]);
-    }
-#pragma unroll
-    for (int n = 0; n < kFewTokens; ++n) {
-      for (int step = 16; step > 0; step /= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], step);
-      if (lane == 0) partial[warp][n] = sum[n];
-    }
-    __syncthreads();
-    if (threadIdx.x < kFewExperts * kFewTokens) {
-      const int e = threadIdx.x / kFewTokens, n = threadIdx.x % kFewTokens, id = blockIdx.x * kFewExperts + e;
-      if (n < count && id < a.experts) {
-        double total = partial[2 * e][n] + partial[2 * e + 1][n];
-        if (a.router_bias) total += static_cast<double>(a.router_bias[id]);
-        a.logits[int64_t(base + n) * a.experts + id] = static_cast<float>(total);
-      }
-    }
-  }
+  make_logits<T, W, kTokens>(a, expert);
+}
+
+template <typename T, typename W>
+cudaError_t launch_few(const RouterArgs& a, const DeviceInfo& device, cudaStream_t stream) {
+  return launch_kernel(a.tokens == 1 ? logits_few_kernel<T, W, 1> : logits_few_kernel<T, W, 4>,
+                       (a.experts + kLogitsExperts - 1) / kLogitsExperts, kLogitsThreads, 0, device.capability >= 90,
+                       stream, a);
 }
 
 // -- more tokens: the float64 tensor cores ---------------------------------------------------------------------------
@@ -252,14 +202,16 @@ cudaError_t launch_tiles(void (*kernel)(RouterArgs), const RouterArgs& a, int ti
 
 template <typename W>
 cudaError_t launch(const RouterArgs& a, const DeviceInfo& device, cudaStream_t stream) {
-  const size_t shared = sizeof(double) * kFewTokens * a.hidden;
-  if (a.tokens <= 4 * kFewTokens && shared + 1024 <= static_cast<size_t>(device.shared_bytes)) {
-    const cudaError_t status = cudaFuncSetAttribute(logits_few_kernel<W>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    static_cast<int>(shared));
-    if (status != cudaSuccess) return status;
-    logits_few_kernel<W><<<static_cast<unsigned>((a.experts + kFewExperts - 1) / kFewExperts), 256,
-                           sizeof(double) * (a.tokens < kFewTokens ? a.tokens : kFewTokens) * a.hidden, stream>>>(a);
-    return cudaGetLastError();
+  if (a.tokens <= kFewTokens) {
+    switch (a.x_type) {
+      case DType::kFloat32:
+        return launch_few<float, W>(a, device, stream);
+      case DType::kFloat16:
+        return launch_few<__half, W>(a, device, stream);
+      case DType::kBFloat16:
+        return launch_few<__nv_bfloat16, W>(a, device, stream);
+    }
+    return cudaErrorInvalidValue;
   }
   const size_t tiles = sizeof(double) * 4 * kTile * kStride;
   if (a.tokens < 1024 || tiles + 1024 > static_cast<size_t>(device.shared_bytes)) {

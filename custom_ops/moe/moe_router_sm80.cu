@@ -33,7 +33,7 @@ __device__ __forceinline__ int exclusive_sums(int* values, int count, int* scrat
   if (lane == 31) scratch[warp] = upto;
   __syncthreads();
   int before = upto - sum;
-  for (int w = 0; w < warp; ++w) before += scratch[w];
+  before += static_cast<int>(__reduce_add_sync(~0u, lane < warp ? static_cast<unsigned>(scratch[lane]) : 0u));
   if (threadIdx.x == blockDim.x - 1) scratch[kWarps] = before + sum;
   __syncthreads();
   for (int i = begin; i < min(begin + per, count); ++i) {
@@ -93,10 +93,22 @@ __global__ void __launch_bounds__(kWarps * 32)
       p.weights[pair] = weight;
       if (a.ids_out) a.ids_out[pair] = id;
       if (a.weights_out) a.weights_out[pair] = weight;
-      p.positions[pair] = atomicAdd(&counts[id], 1);  // any order within the expert gives the same results
+      if (a.tokens > 1) p.positions[pair] = atomicAdd(&counts[id], 1);  // any order within the expert is as good
+    }
+    if (a.tokens == 1) {  // its experts' order is all that is left
+      int before = 0;
+#pragma unroll 4
+      for (int j = 0; j < a.top_k; ++j) before += __shfl_sync(~0u, id, j) < id;
+      if (lane < a.top_k) {
+        const int row = before * arranged_rows(1);
+        p.positions[lane] = row, p.sorted[row] = 0;
+        p.tiles[before] = TokenTile{id, row, 1, 0};
+        if (lane == 0) *p.num_tiles = a.top_k;
+      }
     }
     __syncwarp();
   }
+  if (a.tokens == 1) return;
   __syncthreads();
 
   // Where each block's tokens of an expert begin: the experts are dealt out to all warps of the grid.

@@ -1,0 +1,128 @@
+// Router logits of a few tokens: float64 sums, rounded once. A block takes four experts; their weights are read once
+// for kTokens tokens.
+#pragma once
+
+#include "moe_device.cuh"
+
+namespace deltafuse::moe {
+
+constexpr int kLogitsThreads = 256, kLogitsWarps = kLogitsThreads / 32;
+constexpr int kLogitsExperts = 4;  // of a block
+
+// The block's weights on their way to the L2: all that may be done before the kernel before is done.
+template <typename W>
+__device__ __forceinline__ void prefetch_weights(const RouterArgs& r, int first_expert) {
+  const int64_t row = int64_t(r.hidden) * sizeof(W);
+  to_l2(static_cast<const unsigned char*>(r.weight) + first_expert * row,
+        min(kLogitsExperts, r.experts - first_expert) * row, threadIdx.x, kLogitsThreads);
+}
+
+// Sums over a warp of kCount (a power of two up to 32) numbers a lane; a lane gets that of number `*which`. Each step
+// halves the numbers of a lane, then the lanes of a number.
+template <int kCount, int kStep = 16>
+__device__ __forceinline__ double sum_over_warp(const double (&values)[kCount], int* which) {
+  if constexpr (kCount == 1) {
+    double sum = values[0];
+#pragma unroll
+    for (int step = kStep; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    *which = 0;
+    return sum;
+  } else {
+    const bool upper = threadIdx.x & kStep;
+    double half[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const double given = upper ? values[i] : values[i + kCount / 2],
+                   kept = upper ? values[i + kCount / 2] : values[i];
+      half[i] = kept + __shfl_xor_sync(~0u, given, kStep);
+    }
+    const double sum = sum_over_warp<kCount / 2, kStep / 2>(half, which);
+    if (upper) *which += kCount / 2;
+    return sum;
+  }
+}
+
+// Logits of kLogitsExperts experts: float64 sums, rounded once. kTokens at a time.
+template <typename T, typename W, int kTokens>
+__device__ __forceinline__ void make_logits(const RouterArgs& r, int first_expert) {
+  __shared__ double partial[kLogitsWarps][kLogitsExperts * kTokens];
+  constexpr int kWide = 16 / sizeof(W);  // columns of a load
+  constexpr int kAhead = sizeof(W) == 4 ? 3 : 2;
+  struct alignas(kWide * sizeof(T)) Columns {
+    T v[kWide];
+  };
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const W* weight = static_cast<const W*>(r.weight);
+  const T* x = static_cast<const T*>(r.x);
+  const int pieces = r.hidden % kWide == 0 ? r.hidden / kWide : 0;
+  const int64_t stride = r.hidden;
+  const W* rows[kLogitsExperts];
+#pragma unroll
+  for (int e = 0; e < kLogitsExperts; ++e) rows[e] = weight + min(first_expert + e, r.experts - 1) * stride;
+#pragma unroll 1
+  for (int base = 0; base < r.tokens; base += kTokens) {
+    double sum[kLogitsExperts * kTokens] = {};
+#pragma unroll 1
+    for (int first = threadIdx.x; first < pieces; first += kAhead * kLogitsThreads) {
+      uint4 w[kAhead][kLogitsExperts];
+      Columns c[kAhead][kTokens];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int piece = min(first + i * kLogitsThreads, pieces - 1);
+#pragma unroll
+        for (int e = 0; e < kLogitsExperts; ++e) w[i][e] = *(reinterpret_cast<const uint4*>(rows[e]) + piece);
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) {
+          c[i][n] = *reinterpret_cast<const Columns*>(x + min(base + n, r.tokens - 1) * stride + piece * kWide);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + i * kLogitsThreads < pieces) {
+#pragma unroll
+          for (int j = 0; j < kWide; ++j) {
+            double token[kTokens];
+#pragma unroll
+            for (int n = 0; n < kTokens; ++n) token[n] = static_cast<double>(to_float(c[i][n].v[j]));
+#pragma unroll
+            for (int e = 0; e < kLogitsExperts; ++e) {
+              const double value = static_cast<double>(to_float(reinterpret_cast<const W*>(&w[i][e])[j]));
+#pragma unroll
+              for (int n = 0; n < kTokens; ++n) sum[e * kTokens + n] = fma(value, token[n], sum[e * kTokens + n]);
+            }
+          }
+        }
+      }
+    }
+    if (pieces == 0) {  // rows that no load of 16 bytes fits
+#pragma unroll 1
+      for (int k = threadIdx.x; k < r.hidden; k += kLogitsThreads) {
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) {
+          const double token = static_cast<double>(to_float(x[min(base + n, r.tokens - 1) * stride + k]));
+#pragma unroll
+          for (int e = 0; e < kLogitsExperts; ++e) {
+            sum[e * kTokens + n] = fma(static_cast<double>(to_float(rows[e][k])), token, sum[e * kTokens + n]);
+          }
+        }
+      }
+    }
+    int which;
+    const double total = sum_over_warp(sum, &which);
+    if (lane % (32 / (kLogitsExperts * kTokens)) == 0) partial[warp][which] = total;
+    __syncthreads();
+    if (threadIdx.x < kLogitsExperts * kTokens) {
+      const int expert = first_expert + threadIdx.x / kTokens, token = base + threadIdx.x % kTokens;
+      if (expert < r.experts && token < r.tokens) {
+        double all = partial[0][threadIdx.x];
+#pragma unroll
+        for (int i = 1; i < kLogitsWarps; ++i) all += partial[i][threadIdx.x];
+        if (r.router_bias) all += static_cast<double>(r.router_bias[expert]);
+        r.logits[int64_t(token) * r.experts + expert] = static_cast<float>(all);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace deltafuse::moe
