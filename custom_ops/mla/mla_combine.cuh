@@ -107,8 +107,8 @@ __device__ __forceinline__ float4 join_all(const Joint<kRows>* joints, const flo
 struct Groups {
   int parts, per_group, count, per_chapter;
   __device__ Groups(const DecodeArgs& a, int64_t b, bool gather) {
-    const Cut cut =
-        Cut::of(static_cast<int>(a.lengths.total(b)), static_cast<int>(a.p.seq_len), a.p.window, a.plan.chapter_tiles);
+    const Cut cut = Cut::of(static_cast<int>(a.lengths.total(b)), static_cast<int>(a.p.seq_len), a.p.window,
+                            a.plan.section_tiles, a.plan.chapter_tiles);
     const Grain grain = a.plan.grain;
     parts = cut.parts(grain);
     const bool tiles = grain == Grain::kTile && cut.short_one() && cut.section > 1;

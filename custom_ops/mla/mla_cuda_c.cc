@@ -45,6 +45,7 @@ int deltafuse_mla_cuda_choose(const char* name, int value) {
     int* value;
   } known[] = {{"grain", &choice.grain},
                {"rows", &choice.rows},
+               {"section_tiles", &choice.section_tiles},
                {"chapter_tiles", &choice.chapter_tiles},
                {"spread", &choice.spread},
                {"early", &choice.early}};

@@ -161,7 +161,8 @@ class Walk {
 
  private:
   __device__ Cut cut_of(int total) const {
-    return Cut::of(total, static_cast<int>(k_.a.p.seq_len), k_.a.p.window, k_.a.plan.chapter_tiles);
+    return Cut::of(total, static_cast<int>(k_.a.p.seq_len), k_.a.p.window, k_.a.plan.section_tiles,
+                   k_.a.plan.chapter_tiles);
   }
   __device__ int part_of(int work) const { return k_.row_blocks == 1 ? work : work / k_.row_blocks; }
   __device__ int scan(int x) const {

@@ -142,16 +142,19 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   const bool wide = p.cache_type == CacheType::kSame && p.mask_type == MaskType::kNone;
   plan.rows = wide && p.seq_len * p.num_heads > 32 ? 64 : 32;
   if (choice.rows == 32) plan.rows = 32;
+  if (plan.rows == 64) plan.section_tiles = 16;  // no chapters: no registers for them
+  if (choice.section_tiles > 0) plan.section_tiles = choice.section_tiles;
   if (choice.chapter_tiles > 0) plan.chapter_tiles = choice.chapter_tiles;
   if (choice.early >= 0) plan.early = choice.early;
   const int64_t blocks = row_blocks(p, plan.rows) * p.batch, sum = p.dtype == DType::kBFloat16 ? 2 : 4;
   const int64_t part_bytes = int64_t(kLatent) * plan.rows * sum;
   const double tile_bytes = Cut::kTile * (kLatent * (p.cache_type == CacheType::kSame ? 2.0 : 1.0) + kRotary * 2);
   const double alone = plan.rows == 64 ? 1.6 : 1.2, bandwidth = 4.2e6, sums_bandwidth = 3e6;
-  const Cut cut = Cut::of(static_cast<int>(capacity), static_cast<int>(p.seq_len), p.window, plan.chapter_tiles);
+  const Cut cut = Cut::of(static_cast<int>(capacity), static_cast<int>(p.seq_len), p.window, plan.section_tiles,
+                          plan.chapter_tiles);
   double best = 0.0;
   for (const Grain grain : {Grain::kTile, Grain::kSection, Grain::kChapter}) {
-    if (grain == Grain::kChapter && plan.rows == 64) continue;  // no registers for them
+    if (grain == Grain::kChapter && plan.rows == 64) continue;
     if (choice.grain >= 0 && choice.grain != static_cast<int>(grain)) continue;
     const int64_t parts = blocks * cut.parts(grain), rounds = (parts + multiprocessors - 1) / multiprocessors;
     const double at_once = parts < multiprocessors ? double(parts) : multiprocessors;
@@ -160,7 +163,7 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
     const double time = rounds * (cut.part_tiles(grain) * tile + 0.3) + 2.0 * parts * part_bytes / sums_bandwidth;
     if (best == 0.0 || time < best) best = time, plan.grain = grain;
   }
-  plan.parts = Cut::most_parts(capacity, plan.grain, plan.chapter_tiles);
+  plan.parts = Cut::most_parts(capacity, plan.grain, plan.section_tiles, plan.chapter_tiles);
   plan.spread = plan.grain == Grain::kTile || plan.parts > 16;
   if (choice.spread >= 0 && plan.grain != Grain::kTile) plan.spread = choice.spread;
   plan.partial_bytes = blocks * plan.parts * part_bytes;

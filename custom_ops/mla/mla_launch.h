@@ -79,7 +79,7 @@ struct Cut {
   int section = 0;  // tiles
   int chapter = 0;  // sections
 
-  static constexpr int kTile = 64, kMaxParts = 128, kMaxChapters = 64, kSection = 8;
+  static constexpr int kTile = 64, kMaxParts = 128, kMaxChapters = 64;
 
   // x / y rounded up, for quotients below 2^20 or so.
   MLA_BOTH static int over(int x, int y) {
@@ -92,8 +92,8 @@ struct Cut {
     return x / y;
 #endif
   }
-  // chapter_tiles: what a chapter should have (DecodePlan).
-  MLA_BOTH static Cut of(int total, int seq_len, int window, int chapter_tiles) {
+  // section_tiles, chapter_tiles: what they should have (DecodePlan).
+  MLA_BOTH static Cut of(int total, int seq_len, int window, int section_tiles, int chapter_tiles) {
     Cut c;
     c.end = total;
     if (window > 0) {
@@ -102,7 +102,8 @@ struct Cut {
     }
     c.tiles = (c.end - c.base + kTile - 1) / kTile;
     if (c.tiles < 1) c.tiles = 1;
-    c.section = c.short_one() ? kSection : (c.tiles + kMaxParts - 1) / kMaxParts;
+    const int least = (c.tiles + kMaxParts - 1) / kMaxParts, some = section_tiles / 4;
+    c.section = c.short_one() ? section_tiles : least > some ? least : some;
     c.chapter = over(c.sections(), wanted(c.tiles, chapter_tiles));
     return c;
   }
@@ -116,15 +117,15 @@ struct Cut {
     return n < 1 ? 1 : n > kMaxChapters ? kMaxChapters : n;
   }
   // A sequence's parts at most, for a capacity.
-  MLA_BOTH static int most_parts(int64_t capacity, Grain grain, int chapter_tiles) {
+  MLA_BOTH static int most_parts(int64_t capacity, Grain grain, int section_tiles, int chapter_tiles) {
     const int tiles = static_cast<int>((capacity + kTile - 1) / kTile + 1);  // a window may begin within a tile
     if (grain == Grain::kChapter) return wanted(tiles, chapter_tiles);
     if (tiles > kMaxParts) return kMaxParts;
-    return grain == Grain::kTile ? tiles : over(tiles, kSection);
+    return grain == Grain::kTile ? tiles : over(tiles, section_tiles);
   }
   // Short enough that its tiles may be parts; of a longer one the smallest parts are sections.
   MLA_BOTH bool short_one() const { return tiles <= kMaxParts; }
-  MLA_BOTH int sections() const { return short_one() ? (tiles + kSection - 1) / kSection : over(tiles, section); }
+  MLA_BOTH int sections() const { return over(tiles, section); }
   MLA_BOTH int part_tiles(Grain grain) const {
     if (grain == Grain::kTile && short_one()) return 1;
     return grain == Grain::kChapter ? section * chapter : section;
@@ -223,17 +224,17 @@ cudaError_t has_sm90a(bool* yes);
 // How decode goes about a call; the host chooses. Tests and tune_mla.py choose otherwise by the C face.
 struct DecodePlan {
   Grain grain = Grain::kTile;
-  int rows = 32;           // query rows (token and head) of a block, 32 or 64
-  int parts = 0;           // a sequence's at most
-  int chapter_tiles = 32;  // Cut; a power of two
-  int spread = 0;          // the second kernel: a block for 4 x 32 x 2 results, else a warp
-  int early = 1;           // tokens of earlier calls are fetched before the kernel before this one has ended
+  int rows = 32;                              // query rows (token and head) of a block, 32 or 64
+  int parts = 0;                              // a sequence's at most
+  int section_tiles = 8, chapter_tiles = 32;  // Cut; powers of two
+  int spread = 0;                             // the second kernel: a block for 4 x 32 x 2 results, else a warp
+  int early = 1;  // tokens of earlier calls are fetched before the kernel before this one has ended
   int64_t partial_bytes = 0, stats_bytes = 0;
 };
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
 struct DecodeChoice {
-  int grain = -1, rows = -1, chapter_tiles = -1, spread = -1, early = -1;
+  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, spread = -1, early = -1;
 };
 extern DecodeChoice decode_choice;
 

@@ -2,13 +2,14 @@
 
     python tests/gpu/tune_mla.py                                  # the shapes of NOTES.md, under a minute
     python tests/gpu/tune_mla.py --shape 16 4096 --heads 128
-    python tests/gpu/tune_mla.py --shape 1 8192 --cache int8 --early 0 1 --chapters 16 32 64
+    python tests/gpu/tune_mla.py --shape 1 8192 --cache int8 --early 0 1
+    python tests/gpu/tune_mla.py --shape 64 4096 --sections 4 8 16 --chapters 16 32 64
 
-A way is a grain (what one block makes: a tile of 64 tokens, a section of 512 or more, a chapter of sections), the tiles
-of a chapter, the query rows of a block, how the second kernel joins, and whether tokens of earlier calls are fetched
-before the kernel before has ended. "auto" is what the library chooses: where another way is faster, the costs in
-plan_decode (mla_decode_sm90a.cu) are wrong. Ways of one shape must give the same bits, but for the tiles of a chapter
-and, between 32 and 64 rows, rounding.
+A way is a grain (what one block makes: a tile of 64 tokens, a section of tiles, a chapter of sections), the tiles of a
+section and of a chapter, the query rows of a block, how the second kernel joins (a block or a warp for 32 x 8 results),
+and whether tokens of earlier calls are fetched before the kernel before this one has ended. "auto" is what the library
+chooses: where another way is faster, the costs in plan_decode (mla_decode_sm90a.cu) are wrong. Ways of one shape give
+the same bits, but for other tiles of a section or a chapter.
 """
 
 from __future__ import annotations
@@ -52,29 +53,28 @@ GRAINS = {0: "tiles", 1: "sections", 2: "chapters"}
 Way = dict[str, int]
 
 
-def ways_of(step: Step, chapters: list[int], early: list[int]) -> list[Way]:
+def ways_of(step: Step, sections: list[int], chapters: list[int], early: list[int]) -> list[Way]:
     """The library's choice first."""
     wide = step.heads * step.new > 32 and step.cache_type == "same"
     ways: list[Way] = [{}]
     for rows, grain in itertools.product((64, 32) if wide else (32,), GRAINS):
         if rows == 64 and grain == 2:
             continue  # no registers for them
-        for tiles in chapters if grain == 2 else chapters[:1]:
-            for spread in (1,) if grain == 0 else (0, 1):
-                for first in early:
-                    way = {"grain": grain, "rows": rows, "chapter_tiles": tiles, "spread": spread, "early": first}
-                    ways.append(way)
+        usual = sections or [16 if rows == 64 else 8]
+        for section, chapter, spread, first in itertools.product(
+            usual if grain == 1 else usual[:1], chapters if grain == 2 else chapters[:1], (0, 1), early
+        ):
+            if grain > 0 or spread:
+                way = {"grain": grain, "rows": rows, "section_tiles": section, "chapter_tiles": chapter}
+                ways.append(way | {"spread": spread, "early": first})
     return ways
 
 
 def words(way: Way) -> str:
     if not way:
         return "auto"
-    joins = "block" if way["spread"] else "warp"
-    return (
-        f"{GRAINS[way['grain']]:9s} of {way['chapter_tiles']:3d}  {way['rows']} rows  joined by a {joins:5s}  "
-        f"early {way['early']}"
-    )
+    tiles = f"{GRAINS[way['grain']]} ({way['section_tiles']}, {way['chapter_tiles']})"
+    return f"{tiles:18s} {way['rows']} rows, {('warps', 'blocks')[way['spread']]} join, early {way['early']}"
 
 
 def promising(step: Step, way: Way) -> bool:
@@ -82,7 +82,7 @@ def promising(step: Step, way: Way) -> bool:
     if not way:
         return True
     tiles = step.batch * step.tokens // 64
-    parts = {0: tiles, 1: tiles // 8, 2: tiles // way["chapter_tiles"]}[way["grain"]]
+    parts = tiles // {0: 1, 1: way["section_tiles"], 2: way["chapter_tiles"]}[way["grain"]]
     return parts >= 32 and (way["grain"] > 0 or tiles <= 1024)
 
 
@@ -111,7 +111,7 @@ def tune(kernels: Kernels, step: Step, ways: list[Way], repeats: int) -> list[tu
             us = 1e3 * time_replayed(runs, repeats)
             whole = 1e3 * time_replayed([lambda c=c: kernels.launch(c) for c in cold], repeats)
             rate = step.cache_bytes() / us / 1e6
-            print(f"  {words(way):62s} {us:7.2f} us  {rate:5.2f} TB/s  op {whole:7.2f} us  {error:.1e}", flush=True)
+            print(f"  {words(way):56s} {us:7.2f} us  {rate:5.2f} TB/s  op {whole:7.2f} us  {error:.1e}", flush=True)
             found.append((us, way))
         for call in calls:
             kernels.release(call)
@@ -125,6 +125,9 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--new", type=int, default=1)
     parser.add_argument("--cache", default="same", choices=("same", "int8", "float8"))
+    parser.add_argument(
+        "--sections", type=int, nargs="+", default=[], help="tiles of a section, powers of two from 4 on"
+    )
     parser.add_argument("--chapters", type=int, nargs="+", default=[32], help="tiles of a chapter, powers of two")
     parser.add_argument("--early", type=int, nargs="+", default=[1])
     parser.add_argument("--all", action="store_true", help="also ways that must be slow")
@@ -141,7 +144,7 @@ def main() -> int:
     wrong = 0
     for step in shapes:
         print(f"B{step.batch} x {step.tokens} H{step.heads} S{step.new} {step.cache_type}", flush=True)
-        ways = ways_of(step, args.chapters, args.early)
+        ways = ways_of(step, args.sections, args.chapters, args.early)
         ways = ways if args.all else [way for way in ways if promising(step, way)]
         found = tune(kernels, step, ways, args.repeats)
         wrong += len(ways) - len(found)
