@@ -48,6 +48,7 @@ int deltafuse_mla_cuda_choose(const char* name, int value) {
                {"section_tiles", &choice.section_tiles},
                {"chapter_tiles", &choice.chapter_tiles},
                {"spread", &choice.spread},
+               {"burst", &choice.burst},
                {"early", &choice.early}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) == 0) {

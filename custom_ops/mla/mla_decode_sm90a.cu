@@ -145,11 +145,12 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   if (plan.rows == 64) plan.section_tiles = 16;  // no chapters: no registers for them
   if (choice.section_tiles > 0) plan.section_tiles = choice.section_tiles;
   if (choice.chapter_tiles > 0) plan.chapter_tiles = choice.chapter_tiles;
+  if (choice.burst > 0) plan.burst = choice.burst;
   if (choice.early >= 0) plan.early = choice.early;
   const int64_t blocks = row_blocks(p, plan.rows) * p.batch, sum = p.dtype == DType::kBFloat16 ? 2 : 4;
   const int64_t part_bytes = int64_t(kLatent) * plan.rows * sum;
   const double tile_bytes = Cut::kTile * (kLatent * (p.cache_type == CacheType::kSame ? 2.0 : 1.0) + kRotary * 2);
-  const double alone = plan.rows == 64 ? 1.6 : 1.2, bandwidth = 4.2e6, sums_bandwidth = 3e6;
+  const double alone = plan.rows == 64 ? 1.6 : 1.2, bandwidth = 4.2e6;
   const Cut cut = Cut::of(static_cast<int>(capacity), static_cast<int>(p.seq_len), p.window, plan.section_tiles,
                           plan.chapter_tiles);
   double best = 0.0;
@@ -160,7 +161,8 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
     const double at_once = parts < multiprocessors ? double(parts) : multiprocessors;
     const double arrives = tile_bytes * at_once / bandwidth / row_blocks(p, plan.rows);
     const double tile = arrives > alone ? arrives : alone;
-    const double time = rounds * (cut.part_tiles(grain) * tile + 0.3) + 2.0 * parts * part_bytes / sums_bandwidth;
+    const double sums = 2.0 * parts * part_bytes, sums_bandwidth = sums < 32e6 ? 5e6 : 3e6;  // in the L2 cache or not
+    const double time = rounds * (cut.part_tiles(grain) * tile + 0.3) + sums / sums_bandwidth;
     if (best == 0.0 || time < best) best = time, plan.grain = grain;
   }
   plan.parts = Cut::most_parts(capacity, plan.grain, plan.section_tiles, plan.chapter_tiles);

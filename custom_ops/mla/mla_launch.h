@@ -228,13 +228,14 @@ struct DecodePlan {
   int parts = 0;                              // a sequence's at most
   int section_tiles = 8, chapter_tiles = 32;  // Cut; powers of two
   int spread = 0;                             // the second kernel: a block for 4 x 32 x 2 results, else a warp
+  int burst = 1;                              // pairs of a tile's blocks that are fetched together: 1, 2 or 4
   int early = 1;  // tokens of earlier calls are fetched before the kernel before this one has ended
   int64_t partial_bytes = 0, stats_bytes = 0;
 };
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
 struct DecodeChoice {
-  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, spread = -1, early = -1;
+  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, spread = -1, burst = -1, early = -1;
 };
 extern DecodeChoice decode_choice;
 

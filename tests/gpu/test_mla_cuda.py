@@ -233,7 +233,7 @@ def test_a_row_does_not_see_the_batch(kernels: Kernels, heads: int, cache_type: 
 WAYS = (
     {"grain": 0},
     {"grain": 1, "spread": 0},
-    {"grain": 1, "spread": 1, "early": 0},
+    {"grain": 1, "spread": 1, "burst": 4, "early": 0},
     {"grain": 2, "spread": 0, "early": 0},
     {"grain": 2, "spread": 1},
 )

@@ -3,13 +3,14 @@
     python tests/gpu/tune_mla.py                                  # the shapes of NOTES.md, under a minute
     python tests/gpu/tune_mla.py --shape 16 4096 --heads 128
     python tests/gpu/tune_mla.py --shape 1 8192 --cache int8 --early 0 1
-    python tests/gpu/tune_mla.py --shape 64 4096 --sections 4 8 16 --chapters 16 32 64
+    python tests/gpu/tune_mla.py --shape 64 4096 --chapters 16 32 64 --bursts 1 2 4
 
 A way is a grain (what one block makes: a tile of 64 tokens, a section of tiles, a chapter of sections), the tiles of a
 section and of a chapter, the query rows of a block, how the second kernel joins (a block or a warp for 32 x 8 results),
-and whether tokens of earlier calls are fetched before the kernel before this one has ended. "auto" is what the library
-chooses: where another way is faster, the costs in plan_decode (mla_decode_sm90a.cu) are wrong. Ways of one shape give
-the same bits, but for other tiles of a section or a chapter.
+how many quarters of a tile are fetched together, and whether tokens of earlier calls are fetched before the kernel
+before this one has ended (early). "auto" is what the library chooses: where another way is faster, the costs in
+plan_decode (mla_decode_sm90a.cu) are wrong. Ways of one shape give the same bits, but for other tiles of a section or
+a chapter.
 """
 
 from __future__ import annotations
@@ -53,20 +54,21 @@ GRAINS = {0: "tiles", 1: "sections", 2: "chapters"}
 Way = dict[str, int]
 
 
-def ways_of(step: Step, sections: list[int], chapters: list[int], early: list[int]) -> list[Way]:
+def ways_of(step: Step, args: argparse.Namespace) -> list[Way]:
     """The library's choice first."""
     wide = step.heads * step.new > 32 and step.cache_type == "same"
     ways: list[Way] = [{}]
     for rows, grain in itertools.product((64, 32) if wide else (32,), GRAINS):
         if rows == 64 and grain == 2:
             continue  # no registers for them
-        usual = sections or [16 if rows == 64 else 8]
-        for section, chapter, spread, first in itertools.product(
-            usual if grain == 1 else usual[:1], chapters if grain == 2 else chapters[:1], (0, 1), early
-        ):
-            if grain > 0 or spread:
-                way = {"grain": grain, "rows": rows, "section_tiles": section, "chapter_tiles": chapter}
-                ways.append(way | {"spread": spread, "early": first})
+        usual = args.sections or [16 if rows == 64 else 8]
+        sections, chapters = usual if grain == 1 else usual[:1], args.chapters if grain == 2 else args.chapters[:1]
+        for section, chapter, spread in itertools.product(sections, chapters, (0, 1)):
+            if grain == 0 and not spread:
+                continue  # so many parts always take blocks
+            way = {"grain": grain, "rows": rows, "section_tiles": section, "chapter_tiles": chapter, "spread": spread}
+            for burst, early in itertools.product(args.bursts, args.early):
+                ways.append(way | {"burst": burst, "early": early})
     return ways
 
 
@@ -74,7 +76,8 @@ def words(way: Way) -> str:
     if not way:
         return "auto"
     tiles = f"{GRAINS[way['grain']]} ({way['section_tiles']}, {way['chapter_tiles']})"
-    return f"{tiles:18s} {way['rows']} rows, {('warps', 'blocks')[way['spread']]} join, early {way['early']}"
+    fetch = f"by {way['burst']}{' early' * way['early']}"
+    return f"{tiles:18s} {way['rows']} rows, {('warps', 'blocks')[way['spread']]} join, {fetch}"
 
 
 def promising(step: Step, way: Way) -> bool:
@@ -129,6 +132,9 @@ def main() -> int:
         "--sections", type=int, nargs="+", default=[], help="tiles of a section, powers of two from 4 on"
     )
     parser.add_argument("--chapters", type=int, nargs="+", default=[32], help="tiles of a chapter, powers of two")
+    parser.add_argument(
+        "--bursts", type=int, nargs="+", default=[1], help="quarters of a tile fetched together: 1, 2, 4"
+    )
     parser.add_argument("--early", type=int, nargs="+", default=[1])
     parser.add_argument("--all", action="store_true", help="also ways that must be slow")
     parser.add_argument("--repeats", type=int, default=10)
@@ -144,7 +150,7 @@ def main() -> int:
     wrong = 0
     for step in shapes:
         print(f"B{step.batch} x {step.tokens} H{step.heads} S{step.new} {step.cache_type}", flush=True)
-        ways = ways_of(step, args.sections, args.chapters, args.early)
+        ways = ways_of(step, args)
         ways = ways if args.all else [way for way in ways if promising(step, way)]
         found = tune(kernels, step, ways, args.repeats)
         wrong += len(ways) - len(found)
