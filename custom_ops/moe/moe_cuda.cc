@@ -107,7 +107,7 @@ size_t cuda_workspace_bytes(const CudaLayer* layer, const Params& p) {
   DeviceInfo device;
   if (p.num_tokens <= 0 || device_info(&device) != cudaSuccess) return 0;
   if (is_few(*layer, p, device)) return static_cast<size_t>(few_bytes(*layer, p));
-  return static_cast<size_t>(many_bytes(*layer, p, std::min(p.num_tokens, kChunkTokens), device));
+  return static_cast<size_t>(many_bytes(*layer, p, std::min(p.num_tokens, chunk_tokens(*layer, p)), device));
 }
 
 const char* cuda_forward(CudaLayer* layer, const Params& p, void* workspace, void* stream_handle) {
@@ -124,8 +124,9 @@ const char* cuda_forward(CudaLayer* layer, const Params& p, void* workspace, voi
   if (!workspace || misaligned(workspace)) return "the workspace is missing or not on a 16-byte address";
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   if (is_few(*layer, p, device)) return run_few(*layer, p, device, workspace, stream);
-  for (int64_t begin = 0; begin < p.num_tokens; begin += kChunkTokens) {
-    const int tokens = static_cast<int>(std::min(kChunkTokens, p.num_tokens - begin));
+  const int64_t chunk = chunk_tokens(*layer, p);
+  for (int64_t begin = 0; begin < p.num_tokens; begin += chunk) {
+    const int tokens = static_cast<int>(std::min(chunk, p.num_tokens - begin));
     if (const char* bad = run_many(*layer, p, begin, tokens, device, workspace, stream)) return bad;
   }
   return nullptr;

@@ -59,6 +59,7 @@ const char* run_few(const CudaLayer& layer, const Params& p, const DeviceInfo& d
                     cudaStream_t stream);
 
 // All others, `tokens` of them from `begin` on (moe_cuda_prompt.cc).
+int64_t chunk_tokens(const CudaLayer& layer, const Params& p);  // at once, at most
 int64_t many_bytes(const CudaLayer& layer, const Params& p, int64_t tokens, const DeviceInfo& device);
 const char* run_many(const CudaLayer& layer, const Params& p, int64_t begin, int tokens, const DeviceInfo& device,
                      void* workspace, cudaStream_t stream);

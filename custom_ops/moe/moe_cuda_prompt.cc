@@ -190,6 +190,16 @@ PermuteArgs permute_args(const ManyParts& m, const DeviceInfo& device, int token
 
 }  // namespace
 
+int64_t chunk_tokens(const CudaLayer& layer, const Params& p) {
+  // Hopper's products count the operand's 16-byte pieces in 32 bits.
+  int64_t widest = std::max(wide_cols(p.hidden_size, p.dtype), hidden_stride(layer.gate_up, layer.down));
+  if (layer.shared_gate_up.count) {
+    widest = std::max<int64_t>(widest, hidden_stride(layer.shared_gate_up, layer.shared_down));
+  }
+  const int64_t rows = (int64_t(1) << 32) / (widest * size_of(p.dtype) / 16 + 1) - 8 * p.num_experts;
+  return std::max<int64_t>(1, std::min(kChunkTokens, rows / (p.top_k + 1)));
+}
+
 int64_t many_bytes(const CudaLayer& layer, const Params& p, int64_t tokens, const DeviceInfo& device) {
   return many_parts(layer, p, tokens, device, nullptr).used;
 }

@@ -61,6 +61,8 @@ struct Shared {
   uint64_t ready[kSlots], free[kSlots];
   uint64_t begun;  // the first warpgroup has had a stage
   Work work[kSlots];
+  Work next;
+  uint32_t index;  // its number
 };
 
 __device__ __forceinline__ void init_barriers(Shared& s, int stages) {
@@ -85,18 +87,22 @@ struct Pipeline {
 };
 
 // The tile of a number. The shared expert's tiles, which read little, are spread over the experts', which read much.
-__device__ __forceinline__ Work locate(const GemmArgs& a, int64_t index) {
+__device__ __forceinline__ Work locate(const GemmArgs& a, uint32_t index) {
   Work work{};
-  const int64_t own = int64_t(*a.num_tiles) * a.weights.tiles;
+  const uint32_t own = static_cast<uint32_t>(*a.num_tiles) * a.weights.tiles;
   const int shared_tiles = a.shared.count ? (a.shared_rows + a.tile_tokens - 1) / a.tile_tokens : 0;
-  const int64_t other = int64_t(shared_tiles) * a.shared.tiles, total = own + other;
-  if (index >= total) return work;
-  const int64_t before = other ? index * other / total : 0;
-  const bool is_shared = other && (index + 1) * other / total > before;
+  const uint32_t other = static_cast<uint32_t>(shared_tiles) * a.shared.tiles;
+  if (index >= own + other) return work;
+  bool is_shared = false;
+  uint32_t at = index;
+  if (other) {  // the last of every `period`, until there is none any more
+    const uint32_t period = (own + other) / other, before = index / period;
+    is_shared = before < other && index - before * period == period - 1;
+    at = is_shared ? before : index - min(before, other);
+  }
   const Packed& w = is_shared ? a.shared : a.weights;
-  const int64_t at = is_shared ? before : index - before;
   const int token_tile = static_cast<int>(at / w.tiles);
-  work.row_tile = static_cast<int>(at - int64_t(token_tile) * w.tiles);
+  work.row_tile = static_cast<int>(at) - token_tile * w.tiles;
   work.stages = w.stages, work.factor = 1.0f;
   int expert = 0;
   if (is_shared) {
@@ -124,43 +130,42 @@ __device__ __forceinline__ void produce(const GemmArgs& a, const StageLayout& la
   const unsigned char* x = static_cast<const unsigned char*>(a.x);
   const uint32_t stride = static_cast<uint32_t>(a.x_stride / 16);
   const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row
-  const uint64_t policy = a.tuning.keep_weights ? evict_normal_policy() : evict_first_policy();
   Pipeline at;
-  int64_t index = blockIdx.x;
+  if (thread == 0) shared.index = blockIdx.x, shared.next = locate(a, blockIdx.x);
   for (int turn = 0;; ++turn) {
     const int slot = turn % kSlots;
     if (thread == 0) {
       barrier_wait(&shared.free[slot], (turn / kSlots & 1) ^ 1);
-      shared.work[slot] = locate(a, index);
+      shared.work[slot] = shared.next;
       barrier_arrive(&shared.ready[slot]);
-      // Long before it is needed.
-      index = a.counter ? int64_t(gridDim.x) + atomicAdd(a.counter, 1u) : index + gridDim.x;
     }
     named_barrier(2, kProducers);
-    const Work work = shared.work[slot];
+    const Work& work = shared.work[slot];  // read again and again: registers are few
     if (work.count == 0) break;
     auto source = [&](int r) { return work.gathered ? a.rows[work.x_start + r] : work.x_start + r; };
     uint32_t from[kRows];  // in 16 bytes
-    int scale_row[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       from[i] = row0 + 16 * i < work.count ? static_cast<uint32_t>(source(row0 + 16 * i)) * stride + chunk : 0;
     }
+    // Of eight threads with the same rows each copies every eighth row's scale: a row of x_blocks beside a row of
+    // x_blocks * 128 bytes.
+    uint32_t scales[2] = {0, 0};
     if constexpr (P == Pack::kFloat8) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (thread + 128 * i < work.count) scale_row[i] = source(thread + 128 * i) * a.x_blocks;
+      for (int i = 0; i < kRows; ++i) {
+        if (i % 8 == chunk) scales[i / 8] = from[i] / 8;
       }
     }
     const int rows = (work.count - row0 + 15) / 16;  // this thread's
-    const unsigned char* weights = work.weights;
     for (int k = 0; k < work.stages; ++k) {
       barrier_wait(&shared.empty[at.stage], at.phase ^ 1);
       const uint32_t stage = base + at.stage * layout.bytes;
       uint64_t* bar = &shared.full[at.stage];
       if (thread == 0) {
         barrier_expect(bar, stage_bytes);
-        bulk_copy(stage, weights, stage_bytes, bar, policy);
+        bulk_copy(stage, work.weights + int64_t(k) * stage_bytes, stage_bytes, bar,
+                  a.tuning.keep_weights ? evict_normal_policy() : evict_first_policy());
       }
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
@@ -176,13 +181,18 @@ __device__ __forceinline__ void produce(const GemmArgs& a, const StageLayout& la
       if constexpr (P == Pack::kFloat8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int r = thread + 128 * i;
-          if (r < work.count) copy4(stage + layout.scales + r * 4, a.x_scale + scale_row[i] + min(k, a.x_blocks - 1));
+          const int r = chunk + 8 * i;
+          if (r < rows) copy4(stage + layout.scales + (row0 + 16 * r) * 4, a.x_scale + scales[i] + k);
         }
       }
       barrier_arrive_copied(bar);
-      weights += stage_bytes;
       at.next(layout.stages);
+      if (thread == 0) {  // late enough to leave tiles to others, early enough not to wait
+        if (k == max(work.stages - 4, 0)) {
+          shared.index = a.counter ? gridDim.x + atomicAdd(a.counter, 1u) : shared.index + gridDim.x;
+        }
+        if (k == max(work.stages - 2, 0)) shared.next = locate(a, shared.index);
+      }
     }
   }
 }

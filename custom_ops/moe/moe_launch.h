@@ -105,7 +105,7 @@ struct PromptTuning {
 
 struct GemmArgs {
   Packed weights;
-  // The right operand: rows of x_stride bytes. Float8: rows have x_blocks scales, one for 128 columns.
+  // The right operand: rows of x_stride bytes. Float8: rows of x_blocks * 128 bytes, with as many rows of scales.
   const void* x;
   int64_t x_stride;
   const int32_t* rows;  // row of x of each sorted row, or null: the same
