@@ -102,7 +102,7 @@ bool tune_decode(const char* name, int value) {
                {"second_threads", &tuning.second_threads, 64, 256, true},
                {"many_threads", &tuning.many_threads, 64, 512, true},
                {"dependent", &tuning.dependent, 0, 1, false},
-               {"prefetch", &tuning.prefetch, 0, 1, false},
+               {"prefetch", &tuning.prefetch, 0, 3, false},
                {"rehearse", &tuning.rehearse, 0, 1, false}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) != 0) continue;

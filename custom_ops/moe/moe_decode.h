@@ -17,7 +17,7 @@ struct DecodeTuning {
   int32_t second_threads = 256;    // of a block of the second product, one token: 64 to 256
   int32_t many_threads = 512;      // the same, more tokens: 64 to 512
   int32_t dependent = 1;           // a kernel starts while the one before runs
-  int32_t prefetch = 1;            // router's and shared expert's weights go to the L2 early
+  int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's
   int32_t rehearse = 1;            // the choice runs once on zeros while the logits are made
 };
 DecodeTuning& decode_tuning();                  // the process's

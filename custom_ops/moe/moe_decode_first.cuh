@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     --next_left;
   };
   // What the choice does not decide comes before the wait. Whatever was before the kernel before is done.
-  if (a.tuning.prefetch && a.shared_gate_up.count) {
+  if ((a.tuning.prefetch & 2) && a.shared_gate_up.count) {
     const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, of = int64_t(gridDim.x) * blockDim.x;
     to_l2(a.shared_gate_up.data, a.shared_gate_up.expert_bytes(), at, of);
     to_l2(a.shared_down.data, a.shared_down.expert_bytes(), at, of);

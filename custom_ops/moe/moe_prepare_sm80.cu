@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   const RouterArgs& r = a.router;
   const int expert = blockIdx.x * kLogitsExperts;
   if (static_cast<int>(blockIdx.x) < expert_blocks) {
-    if (a.tuning.prefetch) prefetch_weights<W>(r, expert);
+    if (a.tuning.prefetch & 1) prefetch_weights<W>(r, expert);
     wait_previous();
     release_next();
     make_logits<T, W, kTokens>(r, expert);

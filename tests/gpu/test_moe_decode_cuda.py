@@ -50,7 +50,7 @@ DEFAULTS = {
     "second_threads": 256,
     "many_threads": 512,
     "dependent": 1,
-    "prefetch": 1,
+    "prefetch": 3,
     "rehearse": 1,
 }
 TUNINGS: tuple[dict[str, int], ...] = (

@@ -28,12 +28,13 @@ from gpu.moe_runner import Call, Kernels, Layer, find_library, tolerance
 Way = dict[str, int]
 DEFAULTS: Way = {
     "tokens": 32, "first_threads": 512, "first_blocks": 0, "split": 2, "second_threads": 256, "many_threads": 512,
-    "dependent": 1, "prefetch": 1, "rehearse": 1,
+    "dependent": 1, "prefetch": 3, "rehearse": 1,
 }  # fmt: skip
 ONE_TOKEN: tuple[Way, ...] = (
     {},
     {"dependent": 0},
     {"prefetch": 0},
+    {"prefetch": 1},
     {"rehearse": 0},
     {"split": 1},
     {"split": 4},
