@@ -50,8 +50,8 @@ const char* deltafuse_moe_cuda_route(const deltafuse::moe::Params* params, int s
   return deltafuse::moe::cuda_route(*params, steps, workspace, stream);
 }
 
-// How prompts are driven (see PromptTuning), and with "decode_" before the name calls of a few tokens (DecodeTuning): 0,
-// or 1 if there is no such thing to tune.
+// How prompts are driven (see PromptTuning), and with "decode_" before the name calls of a few tokens (DecodeTuning):
+// 0, or 1 if there is no such thing to tune.
 int deltafuse_moe_cuda_tune(const char* name, int value) {
   if (std::strncmp(name, "decode_", 7) == 0) return deltafuse::moe::tune_decode(name + 7, value) ? 0 : 1;
   deltafuse::moe::PromptTuning& tuning = deltafuse::moe::prompt_tuning();
