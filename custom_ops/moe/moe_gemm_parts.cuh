@@ -54,6 +54,7 @@ struct Work {
   int32_t start;    // its first row in out
   int32_t x_start;  // and in x, or in `rows`
   int32_t gathered;
+  int32_t again;  // other tiles read the same weights
 };
 
 struct Shared {
@@ -109,11 +110,14 @@ __device__ __forceinline__ Work locate(const GemmArgs& a, uint32_t index) {
     const int each = ((a.shared_rows + shared_tiles - 1) / shared_tiles + 7) / 8 * 8;
     const int begin = min(token_tile * each, a.shared_rows);
     work.count = min(each, a.shared_rows - begin);
-    work.start = a.shared_out + begin, work.x_start = a.shared_x + begin;
+    work.start = a.shared_out + begin, work.x_start = a.shared_x + begin, work.again = 1;
   } else {
     const TokenTile tile = a.tiles[token_tile];
     expert = tile.expert;
     work.count = tile.count, work.start = work.x_start = tile.start, work.gathered = a.rows != nullptr;
+    const int last = *a.num_tiles - 1;  // an expert's tiles are neighbours
+    work.again = (token_tile > 0 && a.tiles[token_tile - 1].expert == expert) ||
+                 (token_tile < last && a.tiles[token_tile + 1].expert == expert);
   }
   work.weights = w.data + expert * w.expert_bytes() + work.row_tile * w.tile_bytes();
   if (w.multiplier) work.factor = w.multiplier[expert];
@@ -165,7 +169,7 @@ __device__ __forceinline__ void produce(const GemmArgs& a, const StageLayout& la
       if (thread == 0) {
         barrier_expect(bar, stage_bytes);
         bulk_copy(stage, work.weights + int64_t(k) * stage_bytes, stage_bytes, bar,
-                  a.tuning.keep_weights ? evict_normal_policy() : evict_first_policy());
+                  a.tuning.keep_weights || work.again ? evict_normal_policy() : evict_first_policy());
       }
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {

@@ -96,7 +96,7 @@ struct PromptTuning {
   int32_t tokens = 0;         // of a tile at most; 0: as many as the format allows
   int32_t stages = 0;         // in flight; 0: as many as fit
   int32_t dynamic = 1;        // tiles are taken from a counter; 0: dealt out in advance
-  int32_t keep_weights = 0;   // 0: weights leave the L2 first
+  int32_t keep_weights = 0;   // 0: weights that are read once leave the L2 first
   int32_t skew = 1;           // the second warpgroup begins a stage later than the first
   int32_t drain = -1;         // a stage's products end before it is given back at once; -1: where tiles have few tokens
   int32_t merge = 1;          // the shared expert's tiles lie among the experts'

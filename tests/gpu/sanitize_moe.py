@@ -46,6 +46,10 @@ GRID = (
     (replace(LAYER, weight_format="float", shared_format="float", block_size=0, activation="gelu"), 40, "float16"),
     (replace(LAYER, weight_format="float", shared_format="float", block_size=0, hidden_size=99), 40, "float32"),
     (replace(LAYER, gated=0, activation="relu2"), 40, "float32"),
+    # logits by the bfloat16 tensor cores; the shared expert among the others
+    (replace(LAYER, num_experts=40), 70, "bfloat16"),
+    (replace(FLOAT8, num_experts=40, top_k=3, intermediate_size=136, shared_intermediate_size=136), 150, "bfloat16"),
+    (replace(LAYER, weight_format="float", shared_format="float", block_size=0, num_experts=40), 150, "bfloat16"),
 )
 
 
@@ -55,6 +59,7 @@ def main() -> int:
         print("sanitize_moe: no library; set DELTAFUSE_MOE_LIBRARY")
         return 1
     kernels, worst = Kernels(library), 0.0
+    kernels.tune("fast_logits", 1)  # on few tokens, too
     for config, tokens, dtype in GRID:
         inputs = draw_inputs(config, tokens, np.random.default_rng(3), "normal", dtype)
         want, got = reference(config, inputs), kernels.run(config, inputs)
