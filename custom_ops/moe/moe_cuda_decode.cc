@@ -103,7 +103,8 @@ bool tune_decode(const char* name, int value) {
                {"many_threads", &tuning.many_threads, 64, 512, true},
                {"dependent", &tuning.dependent, 0, 1, false},
                {"prefetch", &tuning.prefetch, 0, 3, false},
-               {"rehearse", &tuning.rehearse, 0, 1, false}};
+               {"rehearse", &tuning.rehearse, 0, 1, false},
+               {"multiply", &tuning.multiply, 0, 1, false}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) != 0) continue;
     if (value < one.least || value > one.most || (one.power && (value & (value - 1)) != 0)) return false;

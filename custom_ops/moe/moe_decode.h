@@ -18,7 +18,8 @@ struct DecodeTuning {
   int32_t many_threads = 512;      // the same, more tokens: 64 to 512
   int32_t dependent = 1;           // a kernel starts while the one before runs
   int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's
-  int32_t rehearse = 1;            // the choice runs once on zeros while the logits are made
+  int32_t rehearse = 1;            // instructions run once on made-up numbers while the real ones are waited for
+  int32_t multiply = 0;            // one token's second product, int4: half of the shifts are multiplications
 };
 DecodeTuning& decode_tuning();                  // the process's
 bool tune_decode(const char* name, int value);  // false: no such thing, or no such value
@@ -57,6 +58,7 @@ struct DecodeArgs {
   int32_t h_stride;     // elements
   void* y;
   Divider by_slabs, by_shared_slabs, by_top_k;  // slabs: groups of 16 rows of gate_up, of shared_gate_up
+  uint32_t by_8 = 1u << 24, by_12 = 1u << 20;   // products' high halves are shifts; unknown to the compiler
   DecodeTuning tuning;
 };
 

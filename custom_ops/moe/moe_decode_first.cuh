@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
         };
         copies_wait<kFirstDepth - 1>();
         __syncwarp();
-        multiply_any<T, kPack, false>(sub != 1, w.zeros, ring + at, right, have, sum_of, 1.0f, total);
+        multiply_any<T, kPack, false, false>(sub != 1, w.zeros, ring + at, right, have, sum_of, Shifts{}, 1.0f, total);
         __syncwarp();
         right += split * kBytes, low += step, high += step;
         at = at + slot_bytes == ring_bytes ? 0 : at + slot_bytes;

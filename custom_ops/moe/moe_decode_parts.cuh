@@ -65,17 +65,40 @@ __device__ __forceinline__ void copy_stage(const Source& from, uint32_t slot) {
   if (from.tail) copy16(to + kPieces * 512, from.payload + from.tail);
 }
 
+// Shifts by 8 and 12 as the high halves of products: another pipe than that of shifts and logic.
+struct Shifts {
+  uint32_t by_8, by_12;
+};
+// Eight int4 numbers as a left operand that is not scaled yet. float16: rows g + 8 come 16 times as large.
+template <typename T, bool kMultiply>
+__device__ __forceinline__ void int4_step(uint32_t x, const Shifts& shifts, uint32_t (&a)[4]) {
+  constexpr uint32_t kBits = Magic<T>::kBits;
+  const uint32_t y = kMultiply ? __umulhi(x, shifts.by_8) : x >> 8;
+  a[0] = and_or(x, 0x000f000fu, kBits);
+  a[2] = and_or(y, 0x000f000fu, kBits);
+  if constexpr (Magic<T>::kBase > 256.0f) {
+    a[1] = and_or(x, 0x00f000f0u, kBits);
+    a[3] = and_or(y, 0x00f000f0u, kBits);
+  } else {
+    a[1] = and_or(x >> 4, 0x000f000fu, kBits);
+    a[3] = and_or(kMultiply ? __umulhi(x, shifts.by_12) : x >> 12, 0x000f000fu, kBits);
+  }
+}
+
 // total += factor * 16 rows of weights times 8 tokens. zeros: there are zero points. right: the lane's part of its
 // token's columns in this stage; zeros where it does not `have` one. kFine: a scale for 32 columns, else for 128.
 // sum_of(i, sub): what columns of the lane's token i (of 2) add up to; kOnes: products with ones find it.
-template <typename T, Pack P, bool kFine, bool kOnes, typename SumOf>
+template <typename T, Pack P, bool kFine, bool kOnes, bool kMultiply, typename SumOf>
 __device__ __forceinline__ void multiply_slot(bool zeros, const unsigned char* slot, const unsigned char* right,
-                                              bool have, SumOf sum_of, float factor, float (&total)[4]) {
+                                              bool have, SumOf sum_of, const Shifts& shifts, float factor,
+                                              float (&total)[4]) {
   using Left = Raw<T, P>;
   constexpr bool kInteger = Left::kInteger;
   constexpr int kSteps = Shape<P>::kSteps;
   constexpr int kPerPiece = P == Pack::kInt4 || P == Pack::kFloat8 ? 4 : 2;  // steps of a lane's 16 bytes
   constexpr int kSub = kFine ? 4 : 1;
+  // What rows g + 8 are divided by (see int4_step).
+  constexpr float kUpper = P == Pack::kInt4 && Magic<T>::kBase > 256.0f ? 16.0f : 1.0f;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const unsigned char* tail = slot + Shape<P>::kWords * 512;
   float sum[2][4] = {}, high[4] = {}, ones[4] = {};
@@ -86,7 +109,10 @@ __device__ __forceinline__ void multiply_slot(bool zeros, const unsigned char* s
     for (int i = 0; i < 4; ++i) {
       float all = sum[0][i] + sum[1][i];
       if constexpr (Left::kHalves) all = fmaf(16.0f, high[i], all);
-      if constexpr (kInteger) all = fmaf(-(Left::kBase + (i < 2 ? z0 : z1)), kOnes ? ones[i] : columns[i & 1], all);
+      if constexpr (kInteger) {
+        const float n = kOnes ? ones[i] : columns[i & 1];
+        all = i < 2 ? fmaf(-(Left::kBase + z0), n, all) : fmaf(-(Left::kBase / kUpper + z1), n, all * (1.0f / kUpper));
+      }
       total[i] = fmaf(i < 2 ? s0 : s1, all, total[i]);
       sum[0][i] = sum[1][i] = high[i] = ones[i] = 0.0f;
     }
@@ -113,7 +139,9 @@ __device__ __forceinline__ void multiply_slot(bool zeros, const unsigned char* s
       for (int j = 0; j < 2; ++j) {
         uint32_t a[4], h[4];
         const uint32_t b0 = j ? b.z : b.x, b1 = j ? b.w : b.y;
-        if constexpr (kInteger) {
+        if constexpr (P == Pack::kInt4) {
+          int4_step<T, kMultiply>(word_of(x, i + j), shifts, a);
+        } else if constexpr (kInteger) {
           Left::integers(x, i + j, a, h);
         } else {
           Left::floats(x, y, i + j, a);
@@ -139,17 +167,17 @@ __device__ __forceinline__ void multiply_slot(bool zeros, const unsigned char* s
   }
 }
 // The same for scales of either kind.
-template <typename T, Pack P, bool kOnes, typename SumOf>
+template <typename T, Pack P, bool kOnes, bool kMultiply, typename SumOf>
 __device__ __forceinline__ void multiply_any(bool fine, bool zeros, const unsigned char* slot,
-                                             const unsigned char* right, bool have, SumOf sum_of, float factor,
-                                             float (&total)[4]) {
+                                             const unsigned char* right, bool have, SumOf sum_of, const Shifts& shifts,
+                                             float factor, float (&total)[4]) {
   if constexpr (P == Pack::kInt4 || P == Pack::kInt8) {
     if (fine) {
-      multiply_slot<T, P, true, kOnes>(zeros, slot, right, have, sum_of, factor, total);
+      multiply_slot<T, P, true, kOnes, kMultiply>(zeros, slot, right, have, sum_of, shifts, factor, total);
       return;
     }
   }
-  multiply_slot<T, P, false, kOnes>(zeros, slot, right, have, sum_of, factor, total);
+  multiply_slot<T, P, false, kOnes, kMultiply>(zeros, slot, right, have, sum_of, shifts, factor, total);
 }
 
 template <Pack P>

@@ -35,7 +35,7 @@ struct SecondShared {
   }
 };
 
-template <typename T, Pack P, Pack S, bool kOne>
+template <typename T, Pack P, Pack S, bool kOne, bool kMultiply>
 __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 1)
     decode_second_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -121,9 +121,9 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
       const float factor = w.multiplier ? w.multiplier[at.item == items ? 0 : experts[at.item]] : 1.0f;
       copies_wait<kDepth - 1>();
       __syncwarp();
-      multiply_any<T, kPack, true>(
+      multiply_any<T, kPack, true, kMultiply>(
           w.sub != 1, w.zeros, ring + slot * slot_bytes, row + at.stage * (kStageCols<kPack> * 2) + t * 16, have,
-          [](int, int) { return 0.0f; }, factor, total);
+          [](int, int) { return 0.0f; }, Shifts{a.by_8, a.by_12}, factor, total);
     };
     // Rehearsed: a stage times zeros, to have the instructions in the cache when the activations come.
 #pragma unroll 1
@@ -185,11 +185,11 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
   }
 }
 
-template <typename T, Pack P, Pack S, bool kOne>
+template <typename T, Pack P, Pack S, bool kOne, bool kMultiply>
 cudaError_t launch_second_pair(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const int threads = kOne ? a.tuning.second_threads : a.tuning.many_threads;
   const size_t shared = SecondShared::bytes(a, threads / 32, kOne ? kOneDepth : kManyDepth);
-  return launch_kernel(decode_second_kernel<T, P, S, kOne>, (a.down.rows + 15) / 16, threads, shared,
+  return launch_kernel(decode_second_kernel<T, P, S, kOne, kMultiply>, (a.down.rows + 15) / 16, threads, shared,
                        device.capability >= 90 && a.tuning.dependent, stream, a);
 }
 
@@ -197,7 +197,11 @@ template <typename T, bool kOne>
 cudaError_t launch_second_type(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const Pack shared = a.shared_down.count ? a.shared_down.pack : a.down.pack;
   return dispatch_packs(a.down.pack, shared, [&](auto own, auto other) {
-    return launch_second_pair<T, decltype(own)::kPack, decltype(other)::kPack, kOne>(a, device, stream);
+    constexpr Pack kPack = decltype(own)::kPack, kShared = decltype(other)::kPack;
+    if constexpr (kOne && kPack == Pack::kInt4) {
+      if (a.tuning.multiply) return launch_second_pair<T, kPack, kShared, true, true>(a, device, stream);
+    }
+    return launch_second_pair<T, kPack, kShared, kOne, false>(a, device, stream);
   });
 }
 

@@ -52,6 +52,7 @@ DEFAULTS = {
     "dependent": 1,
     "prefetch": 3,
     "rehearse": 1,
+    "multiply": 0,
 }
 TUNINGS: tuple[dict[str, int], ...] = (
     {"split": 1},
@@ -63,6 +64,7 @@ TUNINGS: tuple[dict[str, int], ...] = (
     {"second_threads": 64, "many_threads": 64},
     {"second_threads": 128, "many_threads": 256},
     {"dependent": 0, "prefetch": 0, "rehearse": 0},
+    {"multiply": 1},
 )
 
 

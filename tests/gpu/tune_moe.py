@@ -28,7 +28,7 @@ from gpu.moe_runner import Call, Kernels, Layer, find_library, tolerance
 Way = dict[str, int]
 DEFAULTS: Way = {
     "tokens": 32, "first_threads": 512, "first_blocks": 0, "split": 2, "second_threads": 256, "many_threads": 512,
-    "dependent": 1, "prefetch": 3, "rehearse": 1,
+    "dependent": 1, "prefetch": 3, "rehearse": 1, "multiply": 0,
 }  # fmt: skip
 ONE_TOKEN: tuple[Way, ...] = (
     {},
@@ -43,6 +43,7 @@ ONE_TOKEN: tuple[Way, ...] = (
     {"first_threads": 256, "split": 2},
     {"first_threads": 256, "first_blocks": 2},
     {"second_threads": 128},
+    {"multiply": 1},
 )
 MORE_TOKENS: tuple[Way, ...] = (
     {},
