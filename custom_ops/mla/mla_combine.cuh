@@ -11,7 +11,6 @@ namespace deltafuse::mla {
 
 struct CombineArgs {
   DecodeArgs a;
-  int row_blocks = 0;
 };
 
 namespace combine {
@@ -103,16 +102,52 @@ __device__ __forceinline__ float4 join_all(const Joint<kRows>* joints, const flo
   return make_float4(whole.x.x * by.x, whole.x.y * by.y, whole.x.z * by.x, whole.x.w * by.y);
 }
 
+// Where a sequence's parts are among those of all, and their grain, as decode_kernel's blocks found it. By all threads.
+struct Place {
+  Grain grain;
+  int first;
+  __device__ Place(const DecodeArgs& a, int b) {
+    __shared__ Tally tallies[kWarps], befores[kWarps];
+    const int batch = static_cast<int>(a.p.batch), warp = threadIdx.x / 32;
+    Tally all, before;
+    if (!a.lengths.past) {  // all have the same length
+      const Cut cut = cut_of(a, 0);
+      all.add(cut, batch);
+      before.add(cut, b);
+    } else {
+      for (int i = threadIdx.x; i < batch; i += kThreads) {
+        const Cut cut = cut_of(a, i);
+        all.add(cut);
+        if (i < b) before.add(cut);
+      }
+      all = of_warp(all), before = of_warp(before);
+      if (threadIdx.x % 32 == 0) tallies[warp] = all, befores[warp] = before;
+      __syncthreads();
+      all = tallies[0], before = befores[0];
+      for (int w = 1; w < kWarps && w * 32 < batch; ++w) {
+#pragma unroll
+        for (int g = 0; g < 3; ++g) {
+          all.parts[g] += tallies[w].parts[g], before.parts[g] += befores[w].parts[g];
+          all.longest[g] = max(all.longest[g], tallies[w].longest[g]);
+        }
+      }
+    }
+    grain = a.plan.finest == a.plan.coarsest ? a.plan.coarsest : a.plan.cheapest(all);
+    first = Tally::pick(before.parts, grain);
+  }
+  __device__ static Cut cut_of(const DecodeArgs& a, int b) {
+    return Cut::of(static_cast<int>(a.lengths.total(b)), static_cast<int>(a.p.seq_len), a.p.window,
+                   a.plan.section_tiles, a.plan.chapter_tiles);
+  }
+};
+
 // How many groups of parts join chapters, and how many of them a chapter has.
 struct Groups {
   int parts, per_group, count, per_chapter;
-  __device__ Groups(const DecodeArgs& a, int64_t b, bool gather) {
-    const Cut cut = Cut::of(static_cast<int>(a.lengths.total(b)), static_cast<int>(a.p.seq_len), a.p.window,
-                            a.plan.section_tiles, a.plan.chapter_tiles);
-    const Grain grain = a.plan.grain;
+  __device__ Groups(const DecodeArgs& a, int b, Grain grain, bool gather) {
+    const Cut cut = Place::cut_of(a, b);
     parts = cut.parts(grain);
-    const bool tiles = grain == Grain::kTile && cut.short_one() && cut.section > 1;
-    if (tiles) {
+    if (grain == Grain::kTile && cut.short_one()) {
       per_group = cut.section, per_chapter = cut.chapter;
     } else if (grain == Grain::kChapter || !gather) {
       per_group = 1, per_chapter = grain == Grain::kChapter ? 1 : cut.chapter;
@@ -123,28 +158,28 @@ struct Groups {
   }
 };
 
-// Groups: of tiles at most 128 / 8, of sections at most as many as there may be chapters.
-inline int spread_bytes(int parts) {
-  return (parts < Cut::kMaxChapters ? parts : Cut::kMaxChapters) * (kSlotRows * (16 + 8) + 32 * 16);
-}
+// Groups are sections of a short sequence, or chapters; parts of the serial kernel sections or chapters.
+inline int spread_bytes() { return Cut::kMaxChapters * (kSlotRows * (16 + 8) + 32 * 16); }
 inline int serial_bytes(int rows, int parts) { return parts * rows * (16 + 8); }
 
 }  // namespace combine
 
 // Few sequences of many parts: a block makes a slot row, which has 8 query rows, and its warps gather groups of parts.
 template <typename T, int kRows>
-__global__ void __launch_bounds__(combine::kThreads) combine_spread_kernel(const CombineArgs k) {
+__global__ void __launch_bounds__(combine::kThreads, 1) combine_spread_kernel(const CombineArgs k) {
   using namespace combine;
   using Four = typename Travel<T>::Four;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float inverses[kSlotRows];
   const DecodeArgs& a = k.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_block = blockIdx.y;
-  const int64_t b = blockIdx.z, at = (b * k.row_blocks + row_block) * a.plan.parts;
+  const int b = blockIdx.z;
   const Slot<kRows> slot(blockIdx.x);
   ptx::launch_dependents();
-  const Groups groups(a, b, true);
-  float4* gathered = reinterpret_cast<float4*>(shared);  // [groups][32]
+  const Place place(a, b);
+  const Groups groups(a, b, place.grain, true);
+  const int64_t at = int64_t(place.first) * a.plan.row_blocks + row_block, step = a.plan.row_blocks;  // parts
+  float4* gathered = reinterpret_cast<float4*>(shared);                                               // [groups][32]
   auto* joints = reinterpret_cast<Joint<kSlotRows>*>(gathered + groups.count * 32);
   float* top = reinterpret_cast<float*>(joints + groups.count);  // [groups][8]
   float* sum = top + groups.count * kSlotRows;                   // [groups][8]
@@ -164,9 +199,9 @@ __global__ void __launch_bounds__(combine::kThreads) combine_spread_kernel(const
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (first + i >= to) continue;
-        tops[i] = stats[int64_t(first + i) * 2 * kRows];
-        part_sums[i] = stats[(int64_t(first + i) * 2 + 1) * kRows];
-        ahead[i] = partial[int64_t(first + i) * Slot<kRows>::kCount * 32];
+        tops[i] = stats[(first + i) * step * 2 * kRows];
+        part_sums[i] = stats[((first + i) * step * 2 + 1) * kRows];
+        ahead[i] = partial[(first + i) * step * Slot<kRows>::kCount * 32];
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -196,17 +231,19 @@ __global__ void __launch_bounds__(combine::kThreads) combine_spread_kernel(const
 
 // Many sequences of few parts: a warp makes a slot row.
 template <typename T, int kRows>
-__global__ void __launch_bounds__(combine::kThreads) combine_serial_kernel(const CombineArgs k) {
+__global__ void __launch_bounds__(combine::kThreads, 1) combine_serial_kernel(const CombineArgs k) {
   using namespace combine;
   using Four = typename Travel<T>::Four;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float inverses[kRows];
   const DecodeArgs& a = k.a;
   const int lane = threadIdx.x % 32, slot_row = blockIdx.x * kWarps + threadIdx.x / 32, row_block = blockIdx.y;
-  const int64_t b = blockIdx.z, at = (b * k.row_blocks + row_block) * a.plan.parts;
+  const int b = blockIdx.z;
   const Slot<kRows> slot(slot_row);
   ptx::launch_dependents();
-  const Groups groups(a, b, false);
+  const Place place(a, b);
+  const Groups groups(a, b, place.grain, false);
+  const int64_t at = int64_t(place.first) * a.plan.row_blocks + row_block, step = a.plan.row_blocks;  // parts
   auto* joints = reinterpret_cast<Joint<kRows>*>(shared);
   float* known = reinterpret_cast<float*>(joints + groups.count);  // [parts][2][rows]
   const float* stats = a.stats + at * 2 * kRows;
@@ -216,9 +253,10 @@ __global__ void __launch_bounds__(combine::kThreads) combine_serial_kernel(const
   Four ahead[kAhead];
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
-    if (i < groups.count) ahead[i] = partial[int64_t(i) * Slot<kRows>::kCount * 32];
+    if (i < groups.count) ahead[i] = partial[i * step * Slot<kRows>::kCount * 32];
   }
-  for (int i = threadIdx.x; i < groups.count * 2 * kRows; i += kThreads) known[i] = stats[i];
+  for (int i = threadIdx.x; i < groups.count * 2 * kRows; i += kThreads)
+    known[i] = stats[i / (2 * kRows) * step * (2 * kRows) + i % (2 * kRows)];
   __syncthreads();
   if (threadIdx.x < kRows) {
     const float* mine = known + threadIdx.x;
@@ -247,7 +285,7 @@ __global__ void __launch_bounds__(combine::kThreads) combine_serial_kernel(const
     x = make_float4(whole.x.x * by.x, whole.x.y * by.y, whole.x.z * by.x, whole.x.w * by.y);
   } else {
     x = join_all<T, kRows>(joints, inverses, slot.row, groups.count, groups.per_chapter,
-                           [&](int i) { return Travel<T>::unpack(partial[int64_t(i) * Slot<kRows>::kCount * 32]); });
+                           [&](int i) { return Travel<T>::unpack(partial[i * step * Slot<kRows>::kCount * 32]); });
   }
   store<T>(a, b, row_block * kRows, slot.channel, slot.row, x);
 }

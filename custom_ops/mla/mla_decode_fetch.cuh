@@ -68,7 +68,7 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
         if (!waited && (!k.a.plan.early || i == kAhead || begin + kTile > old)) bring();
 #pragma unroll 1
         for (int pair = 0; pair < kPairs; ++pair) {
-          if (!S::kCodes && pair % k.a.plan.burst == 0) {
+          if (!S::kCodes && kRows == 32 && pair % k.a.plan.burst == 0) {
             for (int ahead = k.a.plan.burst - 1; ahead > 0; --ahead) {
               ptx::mbar_wait(&empty[slots.at(ahead)], slots.parity(ahead) ^ 1);
             }

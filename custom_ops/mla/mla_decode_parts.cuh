@@ -28,7 +28,7 @@ static_assert(kFloat8Group == 128, "a pair has one scale a token");
 
 // What a block does at a time: one part of a sequence for some query rows. Tokens count from `base`.
 struct Item {
-  int at;  // its place among the partial sums
+  int at;  // its place among the partial sums of all
   int b, base, last, begin, end, tiles, section, first_row;
   bool fresh, leaves;  // other queries than before; other ones after it
 };
@@ -106,16 +106,20 @@ class Walk {
     const DecodeKernelArgs& k = k_;
     // Where each 32nd of the batch begins, in parts.
     const int batch = static_cast<int>(k.a.p.batch), chunk = (batch + 31) / 32;
-    int mine = 0;
+    Tally tally;
     if (chunk == 1) {
-      mine = look_at(0);
+      look_at(0);
+      if (lane_ < batch) tally.add(cut_of(total_));
     } else {
-#pragma unroll 4
+#pragma unroll 2
       for (int i = 0; i < chunk; ++i) {
         const int b = lane_ * chunk + i;
-        if (b < batch) mine += cut_of(static_cast<int>(k.a.lengths.total(b))).parts(k.a.plan.grain);
+        if (b < batch) tally.add(cut_of(static_cast<int>(k.a.lengths.total(b))));
       }
     }
+    grain_ = k.a.plan.coarsest;
+    if (k.a.plan.finest != grain_) grain_ = k.a.plan.cheapest(of_warp(tally));
+    const int mine = Tally::pick(tally.parts, grain_);
     const int sum = scan(mine), parts = __shfl_sync(~0u, sum, 31), all = parts * k.row_blocks;
     const int block = blockIdx.x, blocks = gridDim.x;
     if (k.row_blocks > 1 || all <= blocks) {
@@ -143,15 +147,14 @@ class Walk {
     const int from = __popc(__ballot_sync(~0u, first_ <= part)) - 1;
     const int index = part - __shfl_sync(~0u, first_, from);
     const Cut cut = cut_of(__shfl_sync(~0u, total_, from));
-    const DecodePlan& plan = k_.a.plan;
-    const int span = cut.part_tiles(plan.grain), row_block = k_.row_blocks == 1 ? 0 : work_ % k_.row_blocks;
+    const int span = cut.part_tiles(grain_), row_block = k_.row_blocks == 1 ? 0 : work_ % k_.row_blocks;
     item.b = group_ + from, item.base = cut.base, item.last = cut.end;
     item.begin = index * span * kTile;
     item.end = min(item.begin + span * kTile, cut.end - cut.base);
     item.tiles = min(span, cut.tiles - index * span);
     item.section = cut.section;
     item.first_row = row_block * kRows;
-    item.at = (item.b * k_.row_blocks + row_block) * plan.parts + index;
+    item.at = work_;
     item.fresh = k_.row_blocks > 1 || index == 0 || first_time_;
     item.leaves = k_.row_blocks > 1 || (index + 1) * span >= cut.tiles;
     first_time_ = false;
@@ -173,16 +176,16 @@ class Walk {
     }
     return x;
   }
-  // This lane's of the 32 sequences from `group` on: how many parts it has.
-  __device__ int look_at(int group) {
+  // This lane's of the 32 sequences from `group` on: is there one?
+  __device__ bool look_at(int group) {
     group_ = group;
-    if (group + lane_ >= k_.a.p.batch) return 0;
+    if (group + lane_ >= k_.a.p.batch) return false;
     total_ = static_cast<int>(k_.a.lengths.total(group + lane_));
-    return cut_of(total_).parts(k_.a.plan.grain);
+    return true;
   }
   // These 32, the first of which begins with part `before`.
   __device__ void load(int group, int before) {
-    const int mine = look_at(group), sum = scan(mine);
+    const int mine = look_at(group) ? cut_of(total_).parts(grain_) : 0, sum = scan(mine);
     first_ = mine > 0 ? before + sum - mine : INT_MAX;
     end_ = before + __shfl_sync(~0u, sum, 31);
   }
@@ -191,6 +194,7 @@ class Walk {
   const int lane_;
   int work_ = 0, to_ = 0, step_ = 0;
   int group_ = 0, end_ = 0;
+  Grain grain_ = Grain::kTile;
   int first_ = 0, total_ = 1;  // of this lane's sequence: its first part, its tokens
   bool first_time_ = true;
 };

@@ -64,7 +64,8 @@ template <typename T, CacheType kType, bool kMask, int kRows, typename Small>
 __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* small) {
   using S = Shape<kType, kRows>;
   constexpr int kValues = kRows / 2, kColumns = kRows / 4, kLaneRows = kRows / 32;
-  constexpr int kChains = kRows == 32 && !kMask ? 2 : 1;  // sums of the products, so that these need not wait for one another
+  constexpr int kChains =
+      kRows == 32 && !kMask ? 2 : 1;  // sums of the products, so that these need not wait for one another
   const Params& p = k.a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
   const float factor = p.scale * kLog2e;

@@ -22,12 +22,13 @@ template <typename T, int kRows>
 cudaError_t launch_combine(const DecodeArgs& a, cudaLaunchConfig_t config) {
   CombineArgs c;
   c.a = a;
-  c.row_blocks = row_blocks(a.p, kRows);
-  const int bytes = a.plan.spread ? combine::spread_bytes(a.plan.parts) : combine::serial_bytes(kRows, a.plan.parts);
+  const Grain finer = a.plan.finest == Grain::kTile ? Grain::kSection : a.plan.finest;
+  const int parts = Cut::most_parts(a.lengths.capacity, finer, a.plan.section_tiles, a.plan.chapter_tiles);
+  const int bytes = a.plan.spread ? combine::spread_bytes() : combine::serial_bytes(kRows, parts);
   const auto kernel = a.plan.spread ? combine_spread_kernel<T, kRows> : combine_serial_kernel<T, kRows>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
-  config.gridDim = dim3(combine::Slot<kRows>::kCount / (a.plan.spread ? 1 : combine::kWarps), c.row_blocks,
+  config.gridDim = dim3(combine::Slot<kRows>::kCount / (a.plan.spread ? 1 : combine::kWarps), a.plan.row_blocks,
                         static_cast<unsigned>(a.p.batch));
   config.blockDim = dim3(combine::kThreads);
   config.dynamicSmemBytes = bytes;
@@ -69,7 +70,7 @@ template <typename T, CacheType kType, bool kMask, int kRows>
 cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   DecodeKernelArgs k;
   k.a = a;
-  k.row_blocks = row_blocks(a.p, kRows);
+  k.row_blocks = a.plan.row_blocks;
   const View& v = a.cache;
   const int64_t rows = v.block_table ? v.num_blocks * v.block_size : a.p.batch * v.batch_rows;
   k.box_rows = v.block_table && v.block_size < 64 ? static_cast<int>(v.block_size) : 64;
@@ -89,7 +90,7 @@ cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   DeviceInfo device;
   status = device_info(&device);
   if (status != cudaSuccess) return status;
-  const int64_t work = a.p.batch * a.plan.parts * k.row_blocks;
+  const int64_t work = int64_t(a.plan.most) * k.row_blocks;
   config.gridDim = dim3(static_cast<unsigned>(work < device.multiprocessors ? work : device.multiprocessors));
   config.blockDim = dim3(decode::kThreads);
   config.dynamicSmemBytes = kBytes;
@@ -134,8 +135,6 @@ cudaError_t has_sm90a(bool* yes) {
 
 DecodeChoice decode_choice;
 
-// The grain by what it should take, in microseconds of an H200: rounds of parts, a tile as fast as a multiprocessor
-// makes it or memory brings it, and the sums that are written and read again.
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   const DecodeChoice& choice = decode_choice;
   DecodePlan plan;
@@ -147,29 +146,31 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   if (choice.chapter_tiles > 0) plan.chapter_tiles = choice.chapter_tiles;
   if (choice.burst > 0) plan.burst = choice.burst;
   if (choice.early >= 0) plan.early = choice.early;
-  const int64_t blocks = row_blocks(p, plan.rows) * p.batch, sum = p.dtype == DType::kBFloat16 ? 2 : 4;
-  const int64_t part_bytes = int64_t(kLatent) * plan.rows * sum;
-  const double tile_bytes = Cut::kTile * (kLatent * (p.cache_type == CacheType::kSame ? 2.0 : 1.0) + kRotary * 2);
-  const double alone = plan.rows == 64 ? 1.6 : 1.2, bandwidth = 4.2e6;
-  const Cut cut = Cut::of(static_cast<int>(capacity), static_cast<int>(p.seq_len), p.window, plan.section_tiles,
-                          plan.chapter_tiles);
-  double best = 0.0;
-  for (const Grain grain : {Grain::kTile, Grain::kSection, Grain::kChapter}) {
-    if (grain == Grain::kChapter && plan.rows == 64) continue;
-    if (choice.grain >= 0 && choice.grain != static_cast<int>(grain)) continue;
-    const int64_t parts = blocks * cut.parts(grain), rounds = (parts + multiprocessors - 1) / multiprocessors;
-    const double at_once = parts < multiprocessors ? double(parts) : multiprocessors;
-    const double arrives = tile_bytes * at_once / bandwidth / row_blocks(p, plan.rows);
-    const double tile = arrives > alone ? arrives : alone;
-    const double sums = 2.0 * parts * part_bytes, sums_bandwidth = sums < 32e6 ? 5e6 : 3e6;  // in the L2 cache or not
-    const double time = rounds * (cut.part_tiles(grain) * tile + 0.3) + sums / sums_bandwidth;
-    if (best == 0.0 || time < best) best = time, plan.grain = grain;
+  plan.row_blocks = row_blocks(p, plan.rows);
+  plan.multiprocessors = multiprocessors;
+  plan.spread = p.batch * plan.row_blocks <= 4;
+  if (choice.spread >= 0) plan.spread = choice.spread;
+  if (choice.grain == 0) plan.spread = 1;
+  plan.finest = plan.spread ? Grain::kTile : Grain::kSection;
+  plan.coarsest = plan.rows == 64 ? Grain::kSection : Grain::kChapter;
+  if (choice.grain >= 0) {
+    const Grain grain = static_cast<Grain>(choice.grain);
+    plan.finest = plan.coarsest = grain < plan.coarsest ? grain : plan.coarsest;
   }
-  plan.parts = Cut::most_parts(capacity, plan.grain, plan.section_tiles, plan.chapter_tiles);
-  plan.spread = plan.grain == Grain::kTile || plan.parts > 16;
-  if (choice.spread >= 0 && plan.grain != Grain::kTile) plan.spread = choice.spread;
-  plan.partial_bytes = blocks * plan.parts * part_bytes;
-  plan.stats_bytes = blocks * plan.parts * int64_t(2) * plan.rows * 4;
+  const auto most = [&](Grain grain) {
+    return p.batch * Cut::most_parts(capacity, grain, plan.section_tiles, plan.chapter_tiles);
+  };
+  // Room for a few parts a multiprocessor of a finer grain, which short sequences in a large cache may take.
+  const int64_t room = 4 * multiprocessors / plan.row_blocks, fine = most(plan.finest), coarse = most(plan.coarsest);
+  const int64_t some = fine < room ? fine : room;
+  plan.most = static_cast<int>(coarse > some ? coarse : some);
+  const double tile_bytes = Cut::kTile * (kLatent * (p.cache_type == CacheType::kSame ? 2.0 : 1.0) + kRotary * 2);
+  const int64_t part_bytes = int64_t(kLatent) * plan.rows * (p.dtype == DType::kBFloat16 ? 2 : 4);
+  plan.tile_alone = plan.rows == 64 ? 1600 : p.cache_type == CacheType::kSame ? 1200 : 1700;
+  plan.tile_of_all = static_cast<int>(tile_bytes * multiprocessors / 4.2e3 / plan.row_blocks);  // 4.2 TB/s
+  plan.part_sums = static_cast<int>(2 * part_bytes / 4000);  // 4 TB/s, there and back
+  plan.partial_bytes = plan.most * plan.row_blocks * part_bytes;
+  plan.stats_bytes = int64_t(plan.most) * plan.row_blocks * 2 * plan.rows * 4;
   return plan;
 }
 

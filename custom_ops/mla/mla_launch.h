@@ -135,6 +135,24 @@ struct Cut {
     return grain == Grain::kChapter ? over(sections(), chapter) : sections();
   }
 };
+// How many parts a batch has, by grain, and the tiles of its longest one.
+struct Tally {
+  int parts[3] = {0, 0, 0}, longest[3] = {0, 0, 0};
+
+  MLA_BOTH void add(const Cut& cut, int times = 1) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int g = 0; g < 3; ++g) {
+      const int span = cut.part_tiles(static_cast<Grain>(g)), tiles = span < cut.tiles ? span : cut.tiles;
+      parts[g] += cut.parts(static_cast<Grain>(g)) * times;
+      longest[g] = longest[g] > tiles ? longest[g] : tiles;
+    }
+  }
+  MLA_BOTH static int pick(const int (&x)[3], Grain grain) {
+    return grain == Grain::kTile ? x[0] : grain == Grain::kSection ? x[1] : x[2];
+  }
+};
 constexpr int kLatent = 512, kRotary = 64;
 
 // The pass over new tokens: norm, rotation, cache write, faults.
@@ -221,16 +239,39 @@ cudaError_t launch_flatten(const FlattenArgs& args, cudaStream_t stream);
 // Was this file's device code compiled for sm_90a, and does it run on the current device?
 cudaError_t has_sm90a(bool* yes);
 
-// How decode goes about a call; the host chooses. Tests and tune_mla.py choose otherwise by the C face.
+// How decode goes about a call. The host chooses all but the grain: that takes the lengths, and both kernels find the
+// same one from them.
 struct DecodePlan {
-  Grain grain = Grain::kTile;
-  int rows = 32;                              // query rows (token and head) of a block, 32 or 64
-  int parts = 0;                              // a sequence's at most
+  Grain finest = Grain::kTile, coarsest = Grain::kTile;  // of the grains that there are to choose from
+  int rows = 32;                                         // query rows (token and head) of a block, 32 or 64
+  int row_blocks = 1;                                    // of a sequence
+  int most = 0;                               // parts of the whole batch at most; the coarsest grain never has more
   int section_tiles = 8, chapter_tiles = 32;  // Cut; powers of two
-  int spread = 0;                             // the second kernel: a block for 4 x 32 x 2 results, else a warp
-  int burst = 1;                              // pairs of a tile's blocks that are fetched together: 1, 2 or 4
-  int early = 1;  // tokens of earlier calls are fetched before the kernel before this one has ended
+  int spread = 0;  // the second kernel: a block for 4 x 32 x 2 results, else a warp, which takes no single tiles
+  int burst = 1;   // pairs of a tile's blocks that are fetched together: 1, 2 or 4
+  int early = 1;   // tokens of earlier calls are fetched before the kernel before this one has ended
+  // What things take, in nanoseconds: a tile for a multiprocessor alone, and where all of them fetch; a part's sums.
+  int multiprocessors = 1, tile_alone = 0, tile_of_all = 0, part_sums = 0;
   int64_t partial_bytes = 0, stats_bytes = 0;
+
+  // The grain for a batch: rounds of parts, tiles as fast as a multiprocessor makes or memory brings them, sums.
+  MLA_BOTH Grain cheapest(const Tally& tally) const {
+    Grain best = coarsest;
+    int64_t least = 0;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int g = 2; g >= 0; --g) {
+      const Grain grain = static_cast<Grain>(g);
+      if (grain < finest || grain > coarsest || (grain != coarsest && tally.parts[g] > most)) continue;
+      const int parts = tally.parts[g] * row_blocks, rounds = (parts + multiprocessors - 1) / multiprocessors;
+      const int at_once = parts < multiprocessors ? parts : multiprocessors;
+      const int arrives = tile_of_all * at_once / multiprocessors, tile = arrives > tile_alone ? arrives : tile_alone;
+      const int64_t time = rounds * (int64_t(tally.longest[g]) * tile + 300) + int64_t(parts) * part_sums;
+      if (least == 0 || time < least) least = time, best = grain;
+    }
+    return best;
+  }
 };
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
@@ -245,8 +286,8 @@ struct DecodeArgs {
   View cache;
   DecodePlan plan;
   const void* q = nullptr;   // T [B * S * H, 576]
-  void* partial = nullptr;   // [B, row blocks, parts, 512, rows]: bfloat16 for T bfloat16, else float32
-  float* stats = nullptr;    // [B, row blocks, parts, 2, rows]: maximum (base 2), sum
+  void* partial = nullptr;   // [parts of all, row blocks, 512, rows]: bfloat16 for T bfloat16, else float32
+  float* stats = nullptr;    // [parts of all, row blocks, 2, rows]: maximum (base 2), sum
   void* o_latent = nullptr;  // T [B * S * H, 512]
 };
 // Null, or why the tiles cannot be fetched.

@@ -272,6 +272,27 @@ def test_every_way_to_cut_gives_the_same_bits(
         kernels.choose()
 
 
+@pytest.mark.parametrize(("batch", "heads"), [(3, 8), (40, 4), (7, 40)])
+def test_short_sequences_in_a_large_cache(kernels: Kernels, batch: int, heads: int) -> None:
+    """What blocks make is chosen from the lengths, on the device, by both kernels alike."""
+    config = replace(REAL_STATIC, num_heads=heads)
+    inputs = draw_inputs(config, batch, 1, 10000, np.random.default_rng(3), "full-cache", "bfloat16")
+    lengths = np.random.default_rng(4).integers(0, 700, batch)
+    for longest in (700, 9000):
+        lengths[batch // 2] = longest
+        inputs["cache_lengths"][:] = lengths
+        kernels.choose()
+        chosen = kernels.run(config, inputs, in_place=True)["o"]
+        worst = errors(config, inputs, {"o": chosen})
+        assert worst["o"] <= tolerance("cuda", "bfloat16"), worst
+        try:
+            for grain in (1, 2):
+                kernels.choose(grain=grain)
+                assert np.array_equal(kernels.run(config, inputs, in_place=True)["o"], chosen), grain
+        finally:
+            kernels.choose()
+
+
 @pytest.mark.parametrize("cache_type", ["int8", "float8"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_code_is_read_exactly(kernels: Kernels, cache_type: str, dtype: str) -> None:
