@@ -46,18 +46,20 @@ __device__ __forceinline__ float load_one(uint32_t shared) {
   return x;
 }
 
-// A float8 product of 128 columns and M tokens from the `first` on, and its way into the sums.
-template <int M, int N>
-__device__ __forceinline__ void multiply_float8(uint32_t left, uint32_t right, uint32_t weight_scales, uint32_t scales,
-                                                int first, float (&part)[M / 2], float (&d)[N / 2]) {
+// A float8 product of 128 columns and M tokens, and its way into the sums from token `first` on.
+template <int M>
+__device__ __forceinline__ void begin_float8(uint32_t left, uint32_t right, float (&part)[M / 2]) {
   fence();
-  Product<M>::template fresh<Float8>(part, descriptor(left), descriptor(right + first * 128));
+  Product<M>::template fresh<Float8>(part, descriptor(left), descriptor(right));
 #pragma unroll
   for (int s = 1; s < 4; ++s) {
-    Product<M>::template shared<Float8>(part, descriptor(left + s * 32), descriptor(right + first * 128 + s * 32));
+    Product<M>::template shared<Float8>(part, descriptor(left + s * 32), descriptor(right + s * 32));
   }
   commit();
-  wait<0>();
+}
+template <int M, int N>
+__device__ __forceinline__ void end_float8(uint32_t weight_scales, uint32_t scales, int first, float (&part)[M / 2],
+                                           float (&d)[N / 2]) {
   pin(part);
   const float s0 = load_one(weight_scales), s1 = load_one(weight_scales + 32);
 #pragma unroll
@@ -70,6 +72,14 @@ __device__ __forceinline__ void multiply_float8(uint32_t left, uint32_t right, u
     to[3] = fmaf(part[4 * b + 3] * s1, x.y, to[3]);
   }
 }
+
+// How the sums of a stage are divided: parts of so many tokens, and of how many parts the sums are there at once. Two,
+// so that one is scaled while the tensor cores make the next, where the registers are enough.
+template <int N>
+struct Float8Parts {
+  static constexpr int kTokens = N > 128 ? N / 2 : N == 128 ? 64 : N;
+  static constexpr int kSets = N <= 96 || N == 128 ? 2 : 1;
+};
 
 // Integers become T in registers, one step of 16 columns ahead of the tensor cores. 128 columns a stage. Calls `early`
 // once the products of the stage before are done.
@@ -126,9 +136,12 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
     for (int i = 0; i < N / 2; ++i) d[half][i] = 0.0f;
   }
   pin(d[0]), pin(d[1]);
-  constexpr int kPart = P != Pack::kFloat8 ? 2 : N > 128 ? N / 2 : N;  // sums of more do not fit the registers
-  float part[kPart / 2] = {};
-  if constexpr (P == Pack::kFloat8) pin(part);
+  constexpr int kPart = P == Pack::kFloat8 ? Float8Parts<N>::kTokens : 2, kSets = Float8Parts<N>::kSets;
+  float part[kSets][kPart / 2] = {};
+  if constexpr (P == Pack::kFloat8) {
+#pragma unroll
+    for (int i = 0; i < kSets; ++i) pin(part[i]);
+  }
   const bool skewed = P != Pack::kFloat8 && first && a.tuning.skew;  // float8 warpgroups meet at each tile's end
   if (skewed && warpgroup == 1) barrier_wait(&shared.begun, 0);
   for (int k = 0; k < stages; ++k) {
@@ -145,12 +158,23 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
       const int thread = threadIdx.x % 128;
       const uint32_t tails = address(stage) + 4 * w.payload + (thread / 32 * 16 + thread % 32 / 4) * 4;
       const uint32_t scales = address(stage) + layout.scales + thread % 4 * 8;
+      constexpr int kEach = N / kPart, kTurns = 2 * kEach;
+      auto begin = [&](int i) {
+        begin_float8<kPart>(address(stage) + (unit0 + i / kEach) * 8192, right + i % kEach * kPart * 128,
+                            part[i % kSets]);
+      };
+      begin(0);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t left = address(stage) + (unit0 + half) * 8192;
-        const uint32_t own = tails + (unit0 + half) * 256;
-        multiply_float8<kPart, N>(left, right, own, scales, 0, part, d[half]);
-        if constexpr (kPart < N) multiply_float8<kPart, N>(left, right, own, scales, kPart, part, d[half]);
+      for (int i = 0; i < kTurns; ++i) {
+        if (kSets == 2 && i + 1 < kTurns) {
+          begin(i + 1);
+          wait<1>();
+        } else {
+          wait<0>();
+        }
+        end_float8<kPart, N>(tails + (unit0 + i / kEach) * 256, scales, i % kEach * kPart, part[i % kSets],
+                             d[i / kEach]);
+        if (kSets == 1 && i + 1 < kTurns) begin(i + 1);
       }
       reader.release(shared, at);
     } else {
