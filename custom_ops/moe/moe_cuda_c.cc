@@ -42,7 +42,7 @@ const char* deltafuse_moe_cuda_forward(deltafuse::moe::CudaLayer* layer, const d
   return deltafuse::moe::cuda_forward(layer, *params, workspace, stream);
 }
 
-// The router alone: steps 1 logits, 2 selection.
+// The router alone: steps 1 logits, 2 selection, 4 the first pass of fast logits.
 size_t deltafuse_moe_cuda_route_workspace_bytes(const deltafuse::moe::Params* params) {
   return deltafuse::moe::route_workspace_bytes(*params);
 }

@@ -284,6 +284,10 @@ const char* cuda_route(const Params& p, int steps, void* workspace, void* stream
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   if (p.router_weight) r.logits = m.logits;
   if (p.router_weight && (steps & 1)) status = launch_router_logits(m, r, device, stream);
+  if (m.fast && (steps & 4)) {
+    status = launch_split(r, m.logits_by, stream);
+    if (status == cudaSuccess) status = launch_sums_sm90(r, m.logits_by, device, stream);
+  }
   if (status == cudaSuccess && (steps & 2)) status = launch_select(r, permute_args(m, device, tokens), stream);
   return status == cudaSuccess ? nullptr : failed("launching the router", status);
 }

@@ -174,7 +174,8 @@ PromptTuning& prompt_tuning();                    // the process's
 constexpr int kGemmTokens = 64;                   // the same of the kernel for all GPUs
 bool gemm_sm90_compiled();
 cudaError_t compiled_capability(int* capability);
-// The router alone, for benchmarks: steps 1 logits, 2 selection.
+// The router alone, for benchmarks and tests: steps 1 logits, 2 selection, 4 the first pass of fast logits. Logits lie
+// at the workspace's beginning.
 size_t route_workspace_bytes(const Params& params);
 const char* cuda_route(const Params& params, int steps, void* workspace, void* stream);
 cudaError_t launch_combine(const CombineArgs& args, DType dtype, cudaStream_t stream);

@@ -217,8 +217,9 @@ FastLogits fast_form(const RouterArgs& a) {
   FastLogits f{};
   f.tiles = (a.experts + 255) / 256, f.stages = (a.hidden + 63) / 64;
   f.terms = a.weight_type == DType::kFloat32 ? 2 : 1;
-  // 8 steps of 16 products and a sum, each number cut off at 2^-23 of the largest; two terms of a weight; float32 sums.
-  f.gamma = 1.05f * (8 * 17 * 0x1p-23f + 0x1p-18f + static_cast<float>(f.stages) * 0x1p-24f);
+  // 8 steps of 16 products and a sum, each number cut off at 2^-22 of the largest (the tensor cores keep more bits than
+  // that); two terms of a weight; float32 sums.
+  f.gamma = 1.05f * (8 * 17 * 0x1p-22f + 0x1p-18f + static_cast<float>(f.stages) * 0x1p-24f);
   return f;
 }
 

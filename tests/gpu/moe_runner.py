@@ -234,7 +234,7 @@ class Kernels:
         return {name: to_numpy(x) for name, x in call.outputs.items()}
 
     def route_only(self, call: Call, steps: int, stream: int = 0) -> None:
-        """The router alone (1 logits, 2 selection), for benchmarks; the call's workspace is made on the first call."""
+        """The router alone: steps 1 logits, 2 selection, 4 the first pass of fast logits; makes the workspace."""
         if call.workspace is None:
             size = int(self.face("route_workspace_bytes")(ctypes.byref(call.params)))
             call.workspace = torch.zeros(max(size, 1), dtype=torch.uint8, device=call.device)

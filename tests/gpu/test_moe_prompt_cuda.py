@@ -16,7 +16,17 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("GroupedQMoE's CUDA kernels: no GPU here", allow_module_level=True)
 
-from .moe_runner import Kernels, MoeConfig, draw_inputs, find_library, reference, relative_error, tolerance
+from .moe_runner import (
+    Call,
+    Kernels,
+    MoeConfig,
+    draw_inputs,
+    find_library,
+    reference,
+    relative_error,
+    to_torch,
+    tolerance,
+)
 
 if find_library() is None:
     pytest.skip(
@@ -108,6 +118,27 @@ def test_choices_by_way_of_the_tensor_cores(tuned: Kernels, name: str, case: str
     np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
     assert relative_error(got["expert_weights"], want["expert_weights"]) < 1e-6
     assert relative_error(got["y"], want["y"]) <= tolerance("cuda", "bfloat16")
+
+
+@pytest.mark.parametrize("hidden", (192, 2560))
+def test_sums_stay_within_their_bound(tuned: Kernels, hidden: int) -> None:
+    """The first pass's errors: what the margin of the choices rests on. Tokens of one sign make large sums."""
+    config = replace(LAYER, hidden_size=hidden)
+    tuned.tune("fast_logits", 1)
+    inputs = draw_inputs(config, 130, np.random.default_rng(6), "normal", "bfloat16")
+    inputs["x"][::2] = np.abs(inputs["x"][::2])
+    inputs["router_weight"][::3] = np.abs(inputs["router_weight"][::3])
+    call = Call(config, {name: to_torch(x, "cuda") for name, x in inputs.items() if name in ("x", "router_weight")})
+    tuned.route_only(call, 4)
+    torch.cuda.synchronize()
+    assert call.workspace is not None
+    found = call.workspace[: 130 * config.num_experts * 4].view(torch.float32).cpu().numpy().reshape(130, -1)
+    x, weight = inputs["x"].astype(np.float64), inputs["router_weight"].astype(np.float64)
+    gamma = 1.05 * (8 * 17 * 2.0**-22 + 2.0**-18 + -(-hidden // 64) * 2.0**-24)
+    bound = gamma * np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(weight, axis=1))
+    share = np.abs(found - x @ weight.T) / bound
+    print(f"errors are {share.max():.3f} of the bound at most")
+    assert share.max() < 0.5
 
 
 def test_choices_are_the_same_with_and_without(tuned: Kernels) -> None:
