@@ -6,6 +6,11 @@ namespace {
 
 constexpr int kWarps = 16;
 
+// Of a warp: scores, choices, groups; 16 bytes' worth.
+__host__ __device__ __forceinline__ int floats_each(const RouterArgs& a) {
+  return (2 * a.experts + a.n_group + 3) / 4 * 4;
+}
+
 // All blocks are resident (a cooperative launch), so they can wait for each other.
 __device__ __forceinline__ void grid_barrier(uint32_t* counter, uint32_t target) {
   __syncthreads();
@@ -51,7 +56,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   __shared__ SoftmaxStats stats[kWarps];
   __shared__ Candidate candidates[kWarps][kCandidates];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = p.blocks;
-  const int each = 2 * a.experts + a.n_group;
+  const int each = floats_each(a);
   int* counts = reinterpret_cast<int*>(shared + kWarps * each);
   int* scratch = counts + a.experts;
   for (int e = threadIdx.x; e < a.experts; e += blockDim.x) counts[e] = 0;
@@ -77,8 +82,8 @@ __global__ void __launch_bounds__(kWarps * 32)
     float* choices = scores + a.experts;
     if (!alone) {  // all logits are on their way at once
 #pragma unroll 16
-      for (int e = lane; e < a.experts; e += 32) choices[e] = logit_of(a, token, e);
-      auto logit = [&](int, int expert) { return choices[expert]; };
+      for (int e = lane; e < a.experts; e += 32) choices[choice_at(a, e)] = logit_of(a, token, e);
+      auto logit = [&](int, int expert) { return choices[choice_at(a, expert)]; };
       if (a.softmax) softmax_stats(a.experts, [&](int expert) { return logit(0, expert); }, &stats[warp]);
       __syncwarp();
       score_tokens(a, 1, logit, &stats[warp], scores, choices, lane, 32);
@@ -169,9 +174,7 @@ __global__ void __launch_bounds__(256) shared_tiles_kernel(TokenTile* tiles, int
   if (threadIdx.x == 0) *num_tiles = total;
 }
 
-size_t select_shared(const RouterArgs& a) {
-  return sizeof(float) * (kWarps * (2 * a.experts + a.n_group) + a.experts + kWarps + 1);
-}
+size_t select_shared(const RouterArgs& a) { return sizeof(float) * (kWarps * floats_each(a) + a.experts + kWarps + 1); }
 
 }  // namespace
 

@@ -71,6 +71,12 @@ __device__ __forceinline__ void softmax_stats(int experts, Logit logit, SoftmaxS
   stats->largest = static_cast<double>(largest), stats->inverse = 1.0 / sum;
 }
 
+// Where a token's choice of an expert lies: pieces of 16 bytes change places, so that lanes with neighbouring experts
+// can load theirs without bank conflicts.
+__device__ __forceinline__ int choice_at(const RouterArgs& a, int expert) {
+  return a.experts % 32 ? expert : expert ^ ((expert >> 5 & 7) << 2);
+}
+
 // Scores and choices of `tokens` tokens into shared memory [tokens, E], by `threads` threads of which this is `thread`.
 // logit(token, expert): may read what stands in `choices`. stats: of each token, for softmax.
 template <typename Logit>
@@ -101,7 +107,8 @@ __device__ __forceinline__ void score_tokens(const RouterArgs& a, int tokens, Lo
         score = sigmoid_exact(value[j]);
       }
       scores[i] = score;
-      choices[i] = comparable(a.expert_bias ? score + bias[j] : score);
+      const int expert = tokens == 1 ? i : i % a.experts;
+      choices[i - expert + choice_at(a, expert)] = comparable(a.expert_bias ? score + bias[j] : score);
     }
   }
 }
@@ -114,12 +121,13 @@ __device__ __forceinline__ bool after(uint32_t key, int index, const Best& last)
   return key < last.key || (key == last.key && index > last.index);
 }
 
-// The best of values[0, count) that comes after `last`, by `lanes` neighbouring lanes.
-__device__ __forceinline__ Best next_best(const float* values, int count, const Best& last, int lanes) {
+// The best of value(0) to value(count - 1) that comes after `last`, by `lanes` neighbouring lanes.
+template <typename Value>
+__device__ __forceinline__ Best next_best(Value value, int count, const Best& last, int lanes) {
   Best best;
 #pragma unroll 1
   for (int i = threadIdx.x % lanes; i < count; i += lanes) {
-    const uint32_t key = order_of(values[i]);
+    const uint32_t key = order_of(value(i));
     if (after(key, i, last) && key > best.key) best.key = key, best.index = i;
   }
 #pragma unroll 1
@@ -138,10 +146,11 @@ static __device__ __noinline__ void mask_groups(const RouterArgs& a, float* choi
   for (int g = 0; g < a.n_group; ++g) {
     Best last{0xffffffffu, -1};
     float total = 0.0f;
+    auto choice = [&](int i) { return choices[choice_at(a, g * size + i)]; };
 #pragma unroll 1
     for (int round = 0; round < a.group_top; ++round) {
-      last = next_best(choices + g * size, size, last, 32);
-      const float value = choices[g * size + last.index];
+      last = next_best(choice, size, last, 32);
+      const float value = choice(last.index);
       total = round ? total + value : value;
     }
     if (lane == 0) kept[g] = comparable(total);
@@ -149,7 +158,9 @@ static __device__ __noinline__ void mask_groups(const RouterArgs& a, float* choi
   __syncwarp();
   Best last{0xffffffffu, -1};
 #pragma unroll 1
-  for (int i = 0; i < a.topk_group; ++i) last = next_best(kept, a.n_group, last, 32);
+  for (int i = 0; i < a.topk_group; ++i) {
+    last = next_best([&](int g) { return kept[g]; }, a.n_group, last, 32);
+  }
   __syncwarp();
 #pragma unroll 1
   for (int g = lane; g < a.n_group; g += 32) kept[g] = after(order_of(kept[g]), g, last) ? 0.0f : 1.0f;
@@ -157,7 +168,7 @@ static __device__ __noinline__ void mask_groups(const RouterArgs& a, float* choi
   const float masked = a.masked_score_zero ? 0.0f : __int_as_float(0xff800000);
 #pragma unroll 1
   for (int e = lane; e < a.experts; e += 32) {
-    if (kept[e / size] == 0.0f) choices[e] = masked;
+    if (kept[e / size] == 0.0f) choices[choice_at(a, e)] = masked;
   }
   __syncwarp();
 }
@@ -243,10 +254,21 @@ __device__ __forceinline__ void select_from(const RouterArgs& a, const float* sc
   const bool easy = grouped && a.group_top <= 2 && lanes * kEach == size && (lanes & (lanes - 1)) == 0 && lanes <= 32;
   if (grouped && !easy) mask_groups(a, choices, kept);
   uint32_t keys[kEach];
+  if (kEach % 4 == 0 && a.experts % 32 == 0) {
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int e = lane * kEach + i;
-    keys[i] = e < a.experts ? order_of(choices[e]) : 0;
+    for (int i = 0; i < kEach / 4 * 4; i += 4) {
+      const int e = lane * kEach + i;
+      const bool in = e < a.experts;
+      const float4 four = *reinterpret_cast<const float4*>(choices + (in ? choice_at(a, e) : 0));
+      keys[i] = in ? order_of(four.x) : 0, keys[i + 1] = in ? order_of(four.y) : 0;
+      keys[i + 2] = in ? order_of(four.z) : 0, keys[i + 3] = in ? order_of(four.w) : 0;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int e = lane * kEach + i;
+      keys[i] = e < a.experts ? order_of(choices[choice_at(a, e)]) : 0;
+    }
   }
   unsigned staying = ~0u;  // lanes
   if (easy) {
