@@ -265,9 +265,12 @@ struct DecodePlan {
       const Grain grain = static_cast<Grain>(g);
       if (grain < finest || grain > coarsest || (grain != coarsest && tally.parts[g] > most)) continue;
       const int parts = tally.parts[g] * row_blocks, rounds = (parts + multiprocessors - 1) / multiprocessors;
-      const int at_once = parts < multiprocessors ? parts : multiprocessors;
-      const int arrives = tile_of_all * at_once / multiprocessors, tile = arrives > tile_alone ? arrives : tile_alone;
-      const int64_t time = rounds * (int64_t(tally.longest[g]) * tile + 300) + int64_t(parts) * part_sums;
+      const int last = parts - (rounds - 1) * multiprocessors, arrives = tile_of_all * last / multiprocessors;
+      const int full_tile = tile_of_all > tile_alone ? tile_of_all : tile_alone;
+      const int last_tile = arrives > tile_alone ? arrives : tile_alone;
+      const int64_t tiles = tally.longest[g];
+      const int64_t time =
+          (rounds - 1) * (tiles * full_tile + 300) + tiles * last_tile + 300 + int64_t(parts) * part_sums;
       if (least == 0 || time < least) least = time, best = grain;
     }
     return best;
