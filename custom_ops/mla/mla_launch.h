@@ -247,7 +247,7 @@ struct DecodePlan {
   int row_blocks = 1;                                    // of a sequence
   int most = 0;                               // parts of the whole batch at most; the coarsest grain never has more
   int section_tiles = 8, chapter_tiles = 32;  // Cut; powers of two
-  int spread = 0;  // the second kernel: a block for 4 x 32 x 2 results, else a warp, which takes no single tiles
+  int spread = 0;  // the second kernel: a block for 16 channels of 8 rows, else a warp; that takes no single tiles
   int burst = 1;   // pairs of a tile's blocks that are fetched together: 1, 2 or 4
   int early = 1;   // tokens of earlier calls are fetched before the kernel before this one has ended
   // What things take, in nanoseconds: a tile for a multiprocessor alone, and where all of them fetch; a part's sums.

@@ -6,9 +6,9 @@
     python tests/gpu/tune_mla.py --shape 64 4096 --chapters 16 32 64 --bursts 1 2 4
 
 A way is a grain (what one block makes: a tile of 64 tokens, a section of tiles, a chapter of sections), the tiles of a
-section and of a chapter, the query rows of a block, how the second kernel joins (a block or a warp for 32 x 8 results),
-how many quarters of a tile are fetched together, and whether tokens of earlier calls are fetched before the kernel
-before this one has ended (early). "auto" is what the library chooses: where another way is faster, the costs in
+section and of a chapter, the query rows of a block, how the second kernel joins (a block or a warp for 16 channels of 8
+rows), how many quarters of a tile are fetched together, and whether tokens of earlier calls are fetched before the
+kernel before this one has ended (early). "auto" is what the library chooses: where another way is faster, the costs in
 plan_decode (mla_decode_sm90a.cu) are wrong. Ways of one shape give the same bits, but for other tiles of a section or
 a chapter.
 """
