@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kWarps * 32)
     float* choices = scores + a.experts;
     if (!alone) {  // all logits are on their way at once
 #pragma unroll 16
-      for (int e = lane; e < a.experts; e += 32) choices[choice_at(a, e)] = logit_of(a, token, e);
-      auto logit = [&](int, int expert) { return choices[choice_at(a, expert)]; };
+      for (int e = lane; e < a.experts; e += 32) scores[e] = logit_of(a, token, e);
+      auto logit = [&](int, int expert) { return scores[expert]; };
       if (a.softmax) softmax_stats(a.experts, [&](int expert) { return logit(0, expert); }, &stats[warp]);
       __syncwarp();
       score_tokens(a, 1, logit, &stats[warp], scores, choices, lane, 32);

@@ -78,7 +78,7 @@ __device__ __forceinline__ int choice_at(const RouterArgs& a, int expert) {
 }
 
 // Scores and choices of `tokens` tokens into shared memory [tokens, E], by `threads` threads of which this is `thread`.
-// logit(token, expert): may read what stands in `choices`. stats: of each token, for softmax.
+// logit(token, expert): may read what stands in `scores`. stats: of each token, for softmax.
 template <typename Logit>
 __device__ __forceinline__ void score_tokens(const RouterArgs& a, int tokens, Logit logit, const SoftmaxStats* stats,
                                              float* scores, float* choices, int thread, int threads) {
@@ -191,12 +191,8 @@ __device__ __forceinline__ int largest(uint32_t (&keys)[kEach], int top_k, Candi
   for (int i = 1; i < kEach; ++i) best = max(best, keys[i]);
   int ahead = 0;
 #pragma unroll 8
-  for (int j = 0; j < 32; ++j) {
-    const uint32_t other = __shfl_sync(~0u, best, j);
-    ahead += other > best || (other == best && j < lane);
-  }
-  const int last = __ffs(static_cast<int>(__ballot_sync(~0u, ahead == top_k - 1))) - 1;
-  const uint32_t least = max(__shfl_sync(~0u, best, last), 1u);  // 0: there is no expert
+  for (int j = 0; j < 32; ++j) ahead += __shfl_sync(~0u, best, j) > best;
+  const uint32_t least = max(__reduce_min_sync(~0u, ahead < top_k ? best : ~0u), 1u);  // 0: there is no expert
   const unsigned below = (1u << lane) - 1;
   int count = 0;
 #pragma unroll
