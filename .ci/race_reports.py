@@ -1,8 +1,8 @@
 """Prints ThreadSanitizer's reports in which the library itself touches the memory; exits with 1 when there are any.
 
-ONNX Runtime and Python are not built with ThreadSanitizer, so it does not see how they synchronise and reports their own
-accesses to their own memory, now and then from calls that pass through the library. What counts is who makes one of the
-two accesses: the first frame that is neither the sanitizer's nor the C or C++ library's.
+ONNX Runtime and Python are not built with ThreadSanitizer, so it does not see how they synchronise and reports their
+own accesses to their own memory, now and then from calls that pass through the library. What counts is who makes one of
+the two accesses: the first frame that is neither the sanitizer's nor the C or C++ library's.
 
     python .ci/race_reports.py PREFIX     # reads the logs PREFIX.*
 """

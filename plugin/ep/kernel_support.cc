@@ -92,8 +92,8 @@ OrtStatus* DescribeKernel(const Api& api, const OrtKernelInfo* info, Operand* in
 
 namespace {
 
-// What was written before a parallel step is seen in it, and what the step wrote is seen after it. ORT's pool sees to that
-// as well, by atomics that ThreadSanitizer does not know of: said once more where it does.
+// What was written before a parallel step is seen in it, and what the step wrote is seen after it. ORT's pool sees to
+// that as well, by atomics that ThreadSanitizer does not know of: said once more where it does.
 struct PoolTask {
   void (*fn)(void* ctx, int64_t i);
   void* ctx;
