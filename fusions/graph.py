@@ -161,11 +161,11 @@ class GraphView:
                 stack.extend(v for v in producer.inputs if v is not None)
         nodes.sort(key=lambda n: self.position.get(n, 0))
         proto = onnx.helper.make_graph(
-            [ir.to_proto(n) for n in nodes],
+            [ir.serde.serialize_node(n) for n in nodes],
             "constant",
             [],
             [onnx.ValueInfoProto(name=value.name)],
-            [_named(ir.to_proto(v.const_value), v.name) for v in leaves if v.const_value is not None],
+            [_named(ir.serde.serialize_tensor(v.const_value), v.name) for v in leaves if v.const_value is not None],
         )
         opset = self.graph.opset_imports.get("", 18)
         model = onnx.helper.make_model(proto, opset_imports=[onnx.helper.make_opsetid("", opset)])

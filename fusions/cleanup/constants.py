@@ -107,7 +107,7 @@ class FoldConstants(Pass):
         while name in taken:
             name += "_"
         taken.add(name)
-        tensor = ir.tensor(array, name=name)
+        tensor = ir.Tensor(array, name=name)
         new = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
         graph.register_initializer(new)
         old.replace_all_uses_with(new)

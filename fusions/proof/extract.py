@@ -126,7 +126,7 @@ class Extract:
         constants = [v for v in self.constants if cut is None or cut.reads(v)]
         initializers = [self._initializer(v, arrays.get(v), widen) for v in constants]
         if cut is None:
-            nodes = [ir.to_proto(n) for n in self.nodes]
+            nodes = [ir.serde.serialize_node(n) for n in self.nodes]
         else:
             nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in cut.nodes]
             for tensor in cut.tensors:
