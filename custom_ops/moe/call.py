@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ..common.function_call import attach_function
 from .body import FLOAT, SHORT, formal_outputs, overload_name
-from .spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, VERSION, MoeConfig
+from .spec import ATTRIBUTES, BIASES, DOMAIN, INPUTS, LATER, OP_TYPE, VERSION, MoeConfig
 
 
 def _tokens(x: ir.Shape | None) -> int | ir.SymbolicDim:
@@ -79,6 +79,8 @@ def read_call(node: ir.Node) -> tuple[MoeConfig, ir.DataType]:
     values: dict[str, Any] = {}
     for name in ATTRIBUTES:
         if name not in node.attributes:
+            if name in LATER:
+                continue
             raise ValueError(f"node {node.name!r} has no attribute {name}: another version of {OP_TYPE}")
         values[name] = node.attributes[name].value
     config = MoeConfig(
@@ -89,6 +91,7 @@ def read_call(node: ir.Node) -> tuple[MoeConfig, ir.DataType]:
         has_router_bias="router_bias" in have,
         has_expert_bias="expert_bias" in have,
         has_shared_gate="shared_gate_weight" in have,
+        **{f"has_{name}": name in have for name in BIASES},
         has_ids=len(node.outputs) > 1,
     )
     return config, dtypes[0]

@@ -88,8 +88,10 @@ inline void Select(const Params& p, float* logits, float* choice, float* group_s
     weights[i] = p.masked_weights && !stays(e) ? 0.0f : logits[e];
     total += weights[i];
   }
+  float divisor = total + p.norm_eps;
+  if (divisor < p.norm_min) divisor = p.norm_min;  // a NaN stays one
   for (int32_t i = 0; i < p.top_k; ++i) {
-    if (p.norm_topk_prob) weights[i] /= total + p.norm_eps;
+    if (p.norm_topk_prob) weights[i] /= divisor;
     weights[i] *= p.routed_scaling_factor;
   }
 }

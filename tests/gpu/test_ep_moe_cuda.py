@@ -22,7 +22,7 @@ import deltafuse
 import onnxruntime as ort
 from deltafuse.custom_ops.moe.draw import draw_inputs
 from deltafuse.custom_ops.moe.reference import reference, relative_error, tolerance
-from deltafuse.custom_ops.moe.spec import MoeConfig
+from deltafuse.custom_ops.moe.spec import MoeConfig, cuda_refusal
 from deltafuse.discovery import PluginError, cuda_status
 from ep.call import quiet
 from moe.configs import CONFIGS, FULL
@@ -54,7 +54,7 @@ def check(config: MoeConfig, inputs: Arrays, got: Arrays, dtype: str, what: Any)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if cuda_refusal(config) is None])
 def test_against_reference(name: str, dtype: str) -> None:
     config, running = CONFIGS[name], None
     how: dict[str, Any] = {"dtype": dtype, "router_dtype": dtype}
