@@ -28,8 +28,8 @@ class _Body:
         self.builder = GraphBuilder()
         self.inputs = {name: ir.Value(name=name) for name in INPUTS}
 
-    def scores(self, b: GraphBuilder, tokens: ir.Value) -> ir.Value:
-        """Float32 scores ``[N, E]`` of tokens ``[N, D]`` of type T."""
+    def scores(self, b: GraphBuilder, tokens: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Float32 logits and scores ``[N, E]`` of tokens ``[N, D]`` of type T."""
         config = self.config
         one = b.const(1.0, np.float64)
         if config.has_router_weight:
@@ -39,14 +39,15 @@ class _Body:
             logits = b.reshape(b.cast(self.inputs["router_logits"], DOUBLE), [-1, config.num_experts])
         if config.has_router_bias:
             logits = b.add(logits, b.cast(self.inputs["router_bias"], DOUBLE))
-        rounded = b.cast(b.cast(logits, FLOAT), DOUBLE)
+        narrow = b.cast(logits, FLOAT)
+        rounded = b.cast(narrow, DOUBLE)
         if config.score_function == "sigmoid":
             # not Sigmoid: ORT's loses all digits of small scores
             score = b.op("Div", one, b.add(b.op("Exp", b.op("Neg", rounded)), one))
         else:
             raised = b.op("Exp", b.sub(rounded, b.op("ReduceMax", rounded, b.const([-1]), keepdims=1)))
             score = b.op("Div", raised, b.sum_last(raised))
-        return b.cast(score, FLOAT)
+        return narrow, b.cast(score, FLOAT)
 
     def lowest_for_nan(self, b: GraphBuilder, x: ir.Value) -> ir.Value:
         return b.op("Where", b.op("IsNaN", x), b.const(-np.inf), x)
@@ -76,8 +77,8 @@ class _Body:
     def route(self, b: GraphBuilder, tokens: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Ids int64 and weights float32, ``[N, k]``."""
         config = self.config
-        scores = self.scores(b, tokens)
-        choice, stays = scores, None
+        logits, scores = self.scores(b, tokens)
+        choice, stays = logits if config.choose_by_logits else scores, None
         if config.has_expert_bias:
             choice = b.add(choice, self.inputs["expert_bias"])
         choice = self.lowest_for_nan(b, choice)

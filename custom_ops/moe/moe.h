@@ -37,6 +37,7 @@ struct Params {
   DType dtype = DType::kFloat32;         // x, y, float weights
   // attributes
   Score score = Score::kSigmoid;
+  int32_t choose_by_logits = 0;
   int32_t n_group = 1, topk_group = 1, group_top = 2;
   int32_t masked_score_zero = 0;
   int32_t masked_weights = 0;

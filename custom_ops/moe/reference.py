@@ -74,8 +74,10 @@ def route(config: MoeConfig, x: Array, inputs: Mapping[str, Array]) -> Routing:
     """Choose experts for tokens ``[N, D]``."""
     experts, groups = config.num_experts, config.n_group
     with np.errstate(all="ignore"):
-        scores = router_scores(config, router_logits(config, x, inputs))
-        choice = scores + inputs["expert_bias"].astype(np.float32) if config.has_expert_bias else scores
+        logits = router_logits(config, x, inputs)
+        scores = router_scores(config, logits)
+        choice = logits if config.choose_by_logits else scores
+        choice = choice + inputs["expert_bias"].astype(np.float32) if config.has_expert_bias else choice
         choice = _nan_is_lowest(choice)
         stays = np.ones(choice.shape, bool)
         if config.topk_group < groups:

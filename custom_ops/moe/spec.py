@@ -5,7 +5,7 @@ and the shared expert beside it. For a token x of width D::
 
     logits = router_weight x                                  (or given)
     scores = sigmoid(logits) or softmax(logits)               over all E experts
-    choice = scores + expert_bias                             for choosing only
+    choice = scores + expert_bias                             for choosing only; choose_by_logits: of the logits
     group score = sum of the group_top largest choices of a group; the topk_group best groups stay,
                   the choices of the others become masked_score (minus infinity, or 0)
     ids    = the top_k largest choices
@@ -115,6 +115,7 @@ class MoeConfig:
     shared_intermediate_size: int = 0  # 0: no shared expert
     zero_experts: int = 0  # how many of the last experts give back what they are given
     score_function: str = "sigmoid"
+    choose_by_logits: int = 0  # 1: logits are chosen from, not scores, of which many may be equal
     n_group: int = 1
     topk_group: int = 1
     group_top: int = 2  # a group's score is the sum of this many of its best choices; 1: their maximum
@@ -245,6 +246,7 @@ class MoeConfig:
         allowed: dict[str, tuple[Any, ...]] = {
             "score_function": SCORES,
             "masked_score": ("-inf", "0"),
+            "choose_by_logits": (0, 1),
             "masked_weights": (0, 1),
             "norm_topk_prob": (0, 1),
             "activation": ACTIVATIONS,
@@ -301,6 +303,7 @@ ATTRIBUTES = (
     "shared_intermediate_size",
     "zero_experts",
     "score_function",
+    "choose_by_logits",
     "n_group",
     "topk_group",
     "group_top",
@@ -328,7 +331,13 @@ ATTRIBUTES = (
 
 #: Attributes that the op did not have at first, and their defaults. A node has them only where they differ: so a model
 #: that needs none of them runs in an older plugin, and an older model's nodes need none.
-LATER: dict[str, Any] = {"zero_experts": 0, "norm_min": 0.0, "activation_alpha": 1.0, "up_offset": 0.0}
+LATER: dict[str, Any] = {
+    "zero_experts": 0,
+    "choose_by_logits": 0,
+    "norm_min": 0.0,
+    "activation_alpha": 1.0,
+    "up_offset": 0.0,
+}
 
 
 #: What the CUDA kernels take at most (``moe_launch.h``).

@@ -16,6 +16,7 @@ MEANING = {
     "shared_intermediate_size": "J, the shared expert's inner width; 0: there is none",
     "zero_experts": "how many of the last experts have no weights and give x back",
     "score_function": "`sigmoid`, or `softmax` over all experts",
+    "choose_by_logits": "1: choice is made of logits, not of scores",
     "n_group": "groups of E / n_group neighbouring experts; 1: no groups",
     "topk_group": "groups that stay for a token",
     "group_top": "a group's score is the sum of this many of its largest choices; 1: their maximum",

@@ -56,6 +56,7 @@ const std::initializer_list<IntAttribute>& IntAttributes() {
       {"intermediate_size", &MoeAttributes::intermediate_size, 1, kMost, true},
       {"shared_intermediate_size", &MoeAttributes::shared_intermediate_size, 0, kMost, false},
       {"zero_experts", &MoeAttributes::zero_experts, 0, 65535, false},
+      {"choose_by_logits", &MoeAttributes::choose_by_logits, 0, 1, false},
       {"n_group", &MoeAttributes::n_group, 1, 65536, false},
       {"topk_group", &MoeAttributes::topk_group, 1, 65536, false},
       {"group_top", &MoeAttributes::group_top, 1, 65536, false},
@@ -241,6 +242,7 @@ std::string BindGeometry(const MoeAttributes& a, const MoeOperands& operands, mo
   set(&p->intermediate_size, a.intermediate_size);
   set(&p->shared_intermediate_size, a.shared_intermediate_size);
   set(&p->zero_experts, a.zero_experts);
+  set(&p->choose_by_logits, a.choose_by_logits);
   set(&p->n_group, a.n_group);
   set(&p->topk_group, a.topk_group);
   set(&p->group_top, a.group_top);

@@ -59,6 +59,7 @@ struct MoeAttributes {
   int64_t shared_intermediate_size = 0;
   int64_t zero_experts = 0;
   std::string score_function = "sigmoid";
+  int64_t choose_by_logits = 0;
   int64_t n_group = 1;
   int64_t topk_group = 1;
   int64_t group_top = 2;

@@ -69,6 +69,7 @@ CONFIGS: dict[str, MoeConfig] = {
     "clamped-norm": MoeConfig(  # Ernie 4.5's
         12, 3, 16, 8, 6, score_function="softmax", has_expert_bias=True, norm_min=0.5, has_ids=True
     ),
+    "by-logits": replace(FULL, choose_by_logits=1),
     "biases": MoeConfig(  # gpt-oss's
         8, 3, 16, 10, score_function="softmax", has_router_bias=True, activation_alpha=1.702, up_offset=1.0,
         clamp="before", gate_limit=1.5, up_limit=1.0, has_gate_up_bias=True, has_down_bias=True, has_ids=True,

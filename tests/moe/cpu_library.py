@@ -37,7 +37,15 @@ class Params(ctypes.Structure):
             for name in (
                 *("num_experts", "top_k", "hidden_size", "intermediate_size", "shared_intermediate_size"),
                 *("zero_experts", "dtype"),
-                *("score", "n_group", "topk_group", "group_top", "masked_score_zero", "masked_weights"),
+                *(
+                    "score",
+                    "choose_by_logits",
+                    "n_group",
+                    "topk_group",
+                    "group_top",
+                    "masked_score_zero",
+                    "masked_weights",
+                ),
                 "norm_topk_prob",
             )
         ),
@@ -70,7 +78,7 @@ def set_params(config: MoeConfig, arrays: Arrays, dtype: str) -> Params:
         *("num_experts", "top_k", "hidden_size", "intermediate_size", "shared_intermediate_size"),
         *("n_group", "topk_group", "group_top", "masked_weights", "norm_topk_prob", "norm_eps"),
         *("routed_scaling_factor", "gated", "gate_limit", "up_limit"),
-        *("zero_experts", "norm_min", "activation_alpha", "up_offset"),
+        *("zero_experts", "choose_by_logits", "norm_min", "activation_alpha", "up_offset"),
     ):
         setattr(p, name, getattr(config, name))
     p.dtype = CODES[dtype]

@@ -180,6 +180,7 @@ def test_any_geometry(kernel: CpuKernel, data: st.DataObject) -> None:
         has_shared_gate=draw(st.booleans()),
         zero_experts=draw(st.integers(0, groups * size - 1)),
         norm_min=draw(st.sampled_from([0.0, 0.3])),
+        choose_by_logits=draw(st.integers(0, 1)),
         activation_alpha=draw(st.sampled_from([1.0, 1.702])) if activation == "silu" else 1.0,
         up_offset=draw(st.sampled_from([0.0, 1.0])) if gated else 0.0,
         **{f"has_{name}": draw(st.booleans()) for name in BIASES},

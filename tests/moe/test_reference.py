@@ -112,7 +112,7 @@ def one_token(config: MoeConfig, x: list[float], inputs: Arrays, row: int) -> tu
         top = max(logits)
         total = math.fsum(math.exp(v - top) for v in logits)
         scores = [f32(math.exp(v - top) / total) for v in logits]
-    choice = list(scores)
+    choice = [f32(v) for v in logits] if config.choose_by_logits else list(scores)
     if config.has_expert_bias:
         choice = [v + b for v, b in zip(choice, inputs["expert_bias"], strict=True)]
     choice = [f32(-np.inf) if np.isnan(v) else v for v in choice]
@@ -287,10 +287,20 @@ def test_what_is_not_defined_is_refused(name: str) -> None:
     assert refused is not None and reason in refused.reason
 
 
+def test_logits_are_chosen_from_where_scores_are_all_one() -> None:
+    config = MoeConfig(4, 2, 3, 2, has_router_weight=False, choose_by_logits=1, has_ids=True)
+    inputs = draw_inputs(config, 1, np.random.default_rng(4))
+    inputs["router_logits"][0] = [20.0, 40.0, 30.0, 50.0]
+    assert reference(config, inputs)["expert_ids"].tolist() == [[3, 1]]
+    by_scores = MoeConfig(4, 2, 3, 2, has_router_weight=False, has_ids=True)
+    assert reference(by_scores, inputs)["expert_ids"].tolist() == [[0, 1]]
+
+
 def test_what_the_cuda_kernels_do_not_take_is_named() -> None:
     found = {name: refused.reason for name, config in CONFIGS.items() if (refused := cuda_refusal(config))}
     assert set(found) == {
-        *("zero-experts", "zero-experts-shared", "clamped-norm", "biases", "biases-int4", "biases-not-gated")
+        *("zero-experts", "zero-experts-shared", "clamped-norm", "by-logits"),
+        *("biases", "biases-int4", "biases-not-gated"),
     }
     assert found["zero-experts"] == "zero_experts 4: the kernels have none"
     assert found["biases-not-gated"] == "activation_alpha 2.0, gate_up_bias, shared_down_bias: the kernels have none"
