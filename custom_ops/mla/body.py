@@ -9,10 +9,10 @@ key of R + Dr channels) and expanded (keys and values of every head are made). W
 number of new tokens: see :func:`absorbed_up_to`.
 
 ONNX Runtime (1.27 to 1.32) does not survive its own inlining of an ``If`` whose condition it can compute, where that
-``If`` is in a branch that is inlined too and a subgraph behind it captures a value: ``If(True) { If(True) { y = Relu(x);
-If(c) { Neg(y) } } }`` crashes or loses ``y``. 1.27 does not load a model either where a branch that it inlines has a
-constant of more than 127 bytes that it has folded itself. Both came up where it knew all sizes. So the body's conditions
-are never constants for it (:meth:`_Body.at_most`), and there is no ``If`` in an ``If``.
+``If`` is in a branch that is inlined too and a subgraph behind it captures a value: ``If(True) { If(True) { y =
+Relu(x); If(c) { Neg(y) } } }`` crashes or loses ``y``. 1.27 does not load a model either where a branch that it inlines
+has a constant of more than 127 bytes that it has folded itself. Both came up where it knew all sizes. So the body's
+conditions are never constants for it (:meth:`_Body.at_most`), and there is no ``If`` in an ``If``.
 """
 
 from __future__ import annotations
