@@ -83,6 +83,7 @@ def read_call(node: ir.Node) -> tuple[MoeConfig, ir.DataType]:
                 continue
             raise ValueError(f"node {node.name!r} has no attribute {name}: another version of {OP_TYPE}")
         values[name] = node.attributes[name].value
+    values |= {f"has_{name}": name in have for name in BIASES}
     config = MoeConfig(
         **values,
         has_zero_point="gate_up_zero_point" in have,
@@ -91,7 +92,6 @@ def read_call(node: ir.Node) -> tuple[MoeConfig, ir.DataType]:
         has_router_bias="router_bias" in have,
         has_expert_bias="expert_bias" in have,
         has_shared_gate="shared_gate_weight" in have,
-        **{f"has_{name}": name in have for name in BIASES},
         has_ids=len(node.outputs) > 1,
     )
     return config, dtypes[0]

@@ -47,6 +47,38 @@ def matrices(mlps: Sequence[Mlp]) -> tuple[Slabs, Slabs]:
     return tuple(gate_up), tuple(down)
 
 
+def biases(mlps: Sequence[Mlp]) -> dict[str, Slabs] | Refusal:
+    """The biases of experts, in order, by "gate_up" and "down": slabs of one column. Empty where there are none."""
+    found: dict[str, Slabs] = {}
+    for name in ("gate_up", "down"):
+        of_all = []
+        for mlp in mlps:
+            halves = [(mlp.gate.linear, mlp.gate.rows), *([] if mlp.up is None else [(mlp.up.linear, mlp.up.rows)])]
+            layers = halves if name == "gate_up" else [(mlp.down, tuple(range(mlp.down.width)))]
+            pieces = tuple(Slab.of_bias(layer, rows) for layer, rows in layers if layer.bias is not None)
+            if any(
+                p.expert is None and layer.expert is not None for p, (layer, _) in zip(pieces, layers, strict=False)
+            ):
+                return Refusal("biases", f"a bias of {name} that all experts share")
+            of_all.append(pieces)
+        if len({len(pieces) for pieces in of_all}) != 1:
+            return Refusal("biases", f"some experts have a bias of {name} and some have not")
+        if of_all[0]:
+            found[name] = tuple(of_all)
+    return found
+
+
+def bias_parameter(name: str, slabs: Slabs) -> Parameter:
+    """The biases of a matrix as the op has them, float32."""
+    values = tuple(dict.fromkeys(v for pieces in slabs for s in pieces for v in s.values()))
+
+    def compute(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+        whole = joined(slabs, dict(zip(values, arrays, strict=True)), lambda s, a: s.numbers(a))
+        return None if whole is None else np.ascontiguousarray(whole[..., 0].astype(np.float32))
+
+    return Parameter(values, compute, form=f"{name} {_form(slabs)}")
+
+
 def _one_slab(gate: Slab, up: Slab) -> Slab | None:
     """Gate and up of one matrix as one slab."""
     if (gate.seen, gate.expert, gate.out, gate.into) != (up.seen, up.expert, up.out, up.into):
@@ -88,7 +120,7 @@ def expert_sizes(routed: Routed, router: Router) -> Refusal | tuple[int, int]:
         depths = {mlp.gate.linear.depth, *([] if mlp.up is None else [mlp.up.linear.depth])}
         found.add((mlp.down.width, rows, mlp.down.depth, *sorted(depths)))
         for layer in (mlp.down, mlp.gate.linear):
-            if layer.expert is not None and layer.seen.shape[layer.expert] != router.experts:
+            if layer.expert is not None and layer.seen.shape[layer.expert] != router.experts - routed.zero:
                 return Refusal(
                     "experts", f"weights of {layer.seen.shape[layer.expert]} experts, a router of {router.experts}"
                 )
@@ -103,7 +135,9 @@ def expert_sizes(routed: Routed, router: Router) -> Refusal | tuple[int, int]:
 def clamp_settings(mlp: Mlp) -> dict[str, object]:
     return {
         "activation": mlp.activation,
+        "activation_alpha": short(mlp.alpha),
         "gated": int(mlp.up is not None),
+        "up_offset": short(mlp.offset),
         "clamp": mlp.clamp,
         "gate_limit": short(mlp.gate_limit),
         "up_limit": short(mlp.up_limit),

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ...custom_ops.moe import body, call
 from ...custom_ops.moe.reference import reference
-from ...custom_ops.moe.spec import MoeConfig
+from ...custom_ops.moe.spec import BIASES, MoeConfig
 from ..candidate import Candidate
 from ..graph import GraphView
 from ..op import Arrays, Case, FusedOp
@@ -26,7 +26,7 @@ TOKENS = (9, 1, 33, 4)
 HOSTILE = ("normal", "low", "high", "groups", "saturated", "one expert", "large", "small", "zeros", "many")
 #: Case names of the turns that a frozen graph takes to reach every expert.
 _TURN = "turn "
-_FLOAT32 = frozenset({"router_weight", "router_bias", "expert_bias", "shared_gate_weight"})
+_FLOAT32 = frozenset({"router_weight", "router_bias", "expert_bias", "shared_gate_weight", *BIASES})
 
 
 class MoeOp(FusedOp):

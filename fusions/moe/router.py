@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ..graph import attribute_int, attribute_string, is_op, static_dims
 from ..match import uncast
 from .linear import Linear, read_gemm, read_linear
-from .reader import Reader, last_dim
+from .reader import MOVES, Reader, last_dim
 
 #: Fills that mean minus infinity to every float type that scores are computed in.
 _LOWEST = (-math.inf, float(np.finfo(np.float32).min), -3.3895313892515355e38, -65504.0)
@@ -40,6 +40,8 @@ class Router:
         logits: the scores' input, None where one node gives the scores; ``linear`` the layer that gives them, None
             where it is no linear layer with weights.
         narrowing: a cast to 16 bits between scores and choice.
+        bound: while experts are read of which those from this number on have no weights: that number.
+        by_logits: logits are chosen from, and scores made of the chosen ones; ``scores`` are the logits then.
     """
 
     topk: ir.Node
@@ -55,11 +57,13 @@ class Router:
     logits: ir.Value | None
     linear: Linear | None
     narrowing: ir.Node | None
+    by_logits: bool = False
+    bound: int | None = None
 
     @property
     def values_are_scores(self) -> bool:
         """Are the chosen choices scores (those of groups that did not stay 0)?"""
-        return self.bias is None and (self.groups is None or self.groups.fill == "0")
+        return not self.by_logits and self.bias is None and (self.groups is None or self.groups.fill == "0")
 
 
 def read_router(r: Reader, topk: ir.Node) -> Router | None:
@@ -74,6 +78,9 @@ def read_router(r: Reader, topk: ir.Node) -> Router | None:
     if attribute_int(topk, "axis", -1) % rank != rank - 1:
         return None
     r.marks.add(topk)
+    by_logits = r.attempt(_by_logits, topk, experts, int(count))
+    if by_logits is not None:
+        return by_logits
     groups: Groups | None = None
     inner: ir.Value | None = choice
     masked = r.attempt(_masked, choice)
@@ -125,6 +132,32 @@ def read_router(r: Reader, topk: ir.Node) -> Router | None:
     )
 
 
+def _by_logits(r: Reader, topk: ir.Node, experts: int, count: int) -> Router | None:
+    """A router that chooses the largest logits, whose softmax or sigmoid is taken afterwards."""
+    logits, (values, ids) = topk.inputs[0], topk.outputs
+    linear = None if logits is None else r.attempt(_logits, logits, experts)
+    if logits is None or linear is None or count >= experts:
+        return None
+    function = _function_of(r, values)
+    if function is None:
+        return None
+    return Router(
+        topk, experts, count, ids, values, logits, logits, function, None, None, logits, linear, None, by_logits=True
+    )
+
+
+def _function_of(r: Reader, value: ir.Value) -> str | None:
+    """What chosen logits go through first: "softmax" or "sigmoid"."""
+    waiting = [value]
+    while waiting:
+        for user in r.view.users(waiting.pop()):
+            if is_op(user, "Softmax", "Sigmoid"):
+                return user.op_type.lower()
+            if is_op(user, *MOVES):
+                waiting.append(user.outputs[0])
+    return None
+
+
 def low_bias(r: Reader, router: Router) -> str | None:
     """In words, that a bias makes choices as low as those of groups that do not stay, where these are a finite number;
     None where it does not. The op has minus infinity for them. Scores are 0 or more, so the bias alone says it."""
@@ -140,6 +173,8 @@ def low_bias(r: Reader, router: Router) -> str | None:
 def narrow_scores(router: Router) -> str | None:
     """Which of the router's numbers has 16 bits; None where all that decide are float32."""
     half = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    if router.by_logits:
+        return None  # 16-bit logits are an operand of the op as they are, and are chosen from in the same order
     for what, value in (("scores", router.scores), ("choices", router.choice)):
         if value.dtype in half:
             return f"the {what} {value.name!r} are {str(value.dtype).lower()}"

@@ -63,6 +63,9 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "ernie": ("ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock", "Ernie4_5_MoeConfig", {}),
     "lfm2": ("lfm2_moe", "Lfm2MoeSparseMoeBlock", "Lfm2MoeConfig", {}),
     "afmoe": ("afmoe", "AfmoeSparseMoeBlock", "AfmoeConfig", {}),
+    "gpt_oss": ("gpt_oss", "GptOssMLP", "GptOssConfig", {"intermediate_size": 8, "swiglu_limit": 1.0}),
+    "granite": ("granitemoe", "GraniteMoeMoE", "GraniteMoeConfig", {}),
+    "cohere2": ("cohere2_moe", "Cohere2MoeSparseMoeBlock", "Cohere2MoeConfig", {"expert_selection_fn": "sigmoid"}),
     "hy_v4": ("hy_v4", "HYV4MoE", "HYV4Config", {}),
     "mixtral": ("mixtral", "MixtralSparseMoeBlock", "MixtralConfig", {}),
 }
@@ -110,4 +113,4 @@ def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **
 
 if __name__ == "__main__":
     for each in sys.argv[1:] or MODELS:
-        make(each, moe=int(each != "ernie"), tags=("moe", "refused") if each == "ernie" else ("moe", "transformers"))
+        make(each, tags=("moe", "transformers"))

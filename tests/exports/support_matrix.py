@@ -41,7 +41,7 @@ FORMS = {
     "linear-attention": "`LinearAttention`",
 }
 #: transformers' class of a block of experts, without what all of them are called.
-_CLASS = re.compile(r"torch\.onnx\.export of (\w+?)(?:Sparse)?M[oO][eE](?:Block)?,")
+_CLASS = re.compile(r"torch\.onnx\.export of (\w+?)(?:Sparse)?(?:M[oO][eE]|MLP)(?:Block)?,")
 #: transformers' name of a model of which there is one layer of attention, and the cache of one that is written by hand.
 _ATTENTION = re.compile(r"(\w+), one layer,|(\w+)MLA,")
 _CACHE = re.compile(r"cache (\w+)")
