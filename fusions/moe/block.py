@@ -74,7 +74,10 @@ def bias_parameter(name: str, slabs: Slabs) -> Parameter:
 
     def compute(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
         whole = joined(slabs, dict(zip(values, arrays, strict=True)), lambda s, a: s.numbers(a))
-        return None if whole is None else np.ascontiguousarray(whole[..., 0].astype(np.float32))
+        if whole is None:
+            return None
+        alone = len(slabs) == 1 and slabs[0][0].expert is None and not name.startswith("shared_")
+        return np.ascontiguousarray((whole[None] if alone else whole)[..., 0].astype(np.float32))
 
     return Parameter(values, compute, form=f"{name} {_form(slabs)}")
 
@@ -162,20 +165,26 @@ def short(number: float) -> float:
 
 def matrix_parameters(name: str, slabs: Slabs, kind: str, zero: bool, dtype: ir.DataType) -> dict[str, Parameter]:
     """The weight, and its scales and zero points, as parameters that are computed when they are read."""
-    stacked = len(slabs) > 1 or slabs[0][0].expert is not None
     values = tuple(dict.fromkeys(v for pieces in slabs for s in pieces for v in s.values()))
     rows = sum(len(s.rows) for s in slabs[0])
     cols = slabs[0][0].seen.shape[slabs[0][0].into]
-    experts = len(slabs) if len(slabs) > 1 else slabs[0][0].seen.shape[slabs[0][0].expert] if stacked else None  # type: ignore[index]
+    stack, experts = slabs[0][0].expert, None
+    if not name.startswith("shared_"):
+        experts = len(slabs) if stack is None else slabs[0][0].seen.shape[stack]
     lead = () if experts is None else (experts,)
     form = _form(slabs)
     noise = cols**-0.5
     found: dict[str, Parameter] = {}
 
     def parameter(what: str, read: Reading, shape: tuple[int, ...], held: ir.DataType) -> None:
+        def compute(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+            whole = joined(slabs, dict(zip(values, arrays, strict=True)), read)
+            alone = experts == 1 and stack is None
+            return whole[None] if whole is not None and alone else whole
+
         found[f"{name}_{what}"] = Parameter(
             values,
-            lambda arrays: joined(slabs, dict(zip(values, arrays, strict=True)), read),
+            compute,
             noise=noise,
             shape=(*lead, *shape),
             form=f"{what} {form}",
@@ -185,7 +194,12 @@ def matrix_parameters(name: str, slabs: Slabs, kind: str, zero: bool, dtype: ir.
 
     if kind == "float":
         source = slabs[0][0].seen.parts[0].source
-        natural = len(values) == 1 and source.dtype == dtype and _is_natural(slabs[0][0])
+        natural = (
+            (stack is not None or experts is None)
+            and len(values) == 1
+            and source.dtype == dtype
+            and _is_natural(slabs[0][0])
+        )
         parameter("weight", lambda s, a: s.numbers(a), (rows, cols), dtype)
         if natural:
             found[f"{name}_weight"] = Parameter((source,), None, noise=noise)
@@ -237,7 +251,8 @@ class Part:
     dtype: ir.DataType
 
     def __call__(self, expert: int) -> np.ndarray:
-        pieces = self.slabs[expert] if len(self.slabs) > 1 else tuple(_only(s, expert) for s in self.slabs[0])
+        stacked = self.slabs[0][0].expert is not None
+        pieces = tuple(_only(s, expert) for s in self.slabs[0]) if stacked else self.slabs[expert]
         arrays = {v: v.const_value.numpy() for s in pieces for v in s.values() if v.const_value is not None}
         made = joined((pieces,), arrays, self.read)
         if made is None:

@@ -152,7 +152,8 @@ def _candidate(
         "intermediate_size": inter,
         "score_function": router.function,
         "norm_topk_prob": int(routed.weighting.norm),
-        "choose_by_logits": int(router.by_logits and router.function == "sigmoid"),
+        # of softmax's scores those are largest whose logits are, and no two become equal that count
+        "choose_by_logits": int(router.by_logits and (router.function == "sigmoid" or router.bias is not None)),
         "norm_eps": short(routed.weighting.eps),
         "norm_min": short(routed.weighting.least),
         "routed_scaling_factor": short(routed.weighting.scale * end.scale),

@@ -9,8 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph import attribute_int, attribute_string, static_dims
+from .groups import read_one_hot
 from .reader import Reader, last_dim
-from .router import Router, read_one_hot
+from .router import Router
 from .stored import slice_of
 
 
@@ -144,7 +145,18 @@ def _scaled(w: Weighting, factor: float) -> Weighting:
 def _of_logits(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
     """Scores of the chosen logits. The softmax of some numbers is that of all, divided by its sum over them."""
     source = node.inputs[0]
-    if r.moved(source) is not router.values or node.op_type.lower() != router.function:
+    base = r.moved(source)
+    gather = r.node(base, "GatherElements") if base is not router.values else None
+    if gather is not None:
+        given = gather.inputs[0]
+        rank = len(given.shape) if given is not None and given.shape is not None else 2
+        if r.moved(given) is not r.moved(router.logits) or not is_ids(r, router, gather.inputs[1]):
+            return None
+        if attribute_int(gather, "axis", 0) % rank != rank - 1:
+            return None
+    elif base is not router.values or router.bias is not None:
+        return None
+    if node.op_type.lower() != router.function:
         return None
     if node.op_type == "Sigmoid":
         return Weighting()
@@ -159,12 +171,26 @@ def _chosen(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
     if attribute_int(node, "axis", 0) % rank != rank - 1 or not is_ids(r, router, node.inputs[1]):
         return None
     source = r.moved(node.inputs[0])
+    if router.by_logits:
+        return _of_all_logits(r, router, source)
     if source is router.scores:
         return Weighting()
     if source is r.moved(router.choice) and router.values_are_scores:
         return Weighting(masked=router.groups is not None)
     r.refuse("weights are taken from other numbers than the router's scores")
     return None
+
+
+def _of_all_logits(r: Reader, router: Router, scores: ir.Value | None) -> Weighting | None:
+    """Scores of all logits, of which some were taken."""
+    node = r.node(scores, "Softmax", "Sigmoid")
+    if node is None or scores is None or node.op_type.lower() != router.function:
+        r.refuse("weights are taken from other numbers than the router's scores")
+        return None
+    rank = len(scores.shape or ())
+    if node.op_type == "Softmax" and attribute_int(node, "axis", -1) not in (-1, rank - 1):
+        return None
+    return Weighting() if r.moved(node.inputs[0]) is r.moved(router.logits) else None
 
 
 def _normalised(r: Reader, router: Router, value: ir.Value | None, total: ir.Value | None) -> Weighting | None:

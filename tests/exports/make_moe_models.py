@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", "GptOssMLP", "GptOssConfig", {"intermediate_size": 8, "swiglu_limit": 1.0}),
     "granite": ("granitemoe", "GraniteMoeMoE", "GraniteMoeConfig", {}),
     "cohere2": ("cohere2_moe", "Cohere2MoeSparseMoeBlock", "Cohere2MoeConfig", {"expert_selection_fn": "sigmoid"}),
+    "kolibri1": ("kolibri1", "Kolibri1SparseMoeBlock", "Kolibri1Config", {}),
     "hy_v4": ("hy_v4", "HYV4MoE", "HYV4Config", {}),
     "mixtral": ("mixtral", "MixtralSparseMoeBlock", "MixtralConfig", {}),
 }

@@ -134,6 +134,7 @@ def test_attributes_are_read() -> None:
     gpt = {"activation_alpha": 1.702, "up_offset": 1.0, "clamp": "before", "has_down_bias": True, "norm_topk_prob": 1}
     assert found["moe_gpt_oss"] | gpt == found["moe_gpt_oss"]
     assert found["moe_gpt_oss"]["choose_by_logits"] == 0
+    assert (found["moe_kolibri1"]["choose_by_logits"], found["moe_kolibri1"]["has_expert_bias"]) == (1, True)
     assert (found["moe_cohere2"]["choose_by_logits"], found["moe_cohere2"]["score_function"]) == (1, "sigmoid")
 
 
