@@ -110,7 +110,7 @@ def test_ort_gives_back_the_weights_that_are_packed() -> None:
 
 
 def test_sessions_share_what_they_pack_from_the_same_bytes() -> None:
-    """A second session of the same weights takes no memory for them; one of others, or one that does not share, does."""
+    """A second session of the same weights takes no memory for them; of others, or without sharing, it does."""
     config = replace(CONFIGS["int4-128"], num_experts=64, hidden_size=2048, intermediate_size=1024)
     inputs = draw_inputs(config, 2, np.random.default_rng(3), dtype="float16")
     other = {name: x ^ 0x11 if name == "down_weight" else x for name, x in inputs.items()}
