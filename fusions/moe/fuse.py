@@ -44,4 +44,4 @@ class FuseMoe(FusePass):
 
     def notes(self, candidate: Candidate, proof: ProofReport | None) -> list[str]:
         limited = cuda_refusal(candidate.config)
-        return [] if limited is None else [f"on CUDA the portable body runs it: {limited.reason}"]
+        return [] if limited is None else [f"on CUDA ONNX Runtime's QMoE or the portable body runs it: {limited.reason}"]

@@ -159,7 +159,7 @@ def test_a_refused_call_runs_as_its_body_and_says_why() -> None:
     node.attribute.append(onnx.helper.make_attribute("of_a_later_version", 1))
     running = plugin_session(model, strict=False)
     (refusal,) = deltafuse.assignment(running).refused
-    assert "of_a_later_version" in refusal.reason and "QMoE" in refusal.reason
+    assert "of_a_later_version means is not known here" in refusal.reason
     check(FULL, inputs, run(running, FULL, inputs), "float32")
 
 
