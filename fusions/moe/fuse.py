@@ -44,4 +44,5 @@ class FuseMoe(FusePass):
 
     def notes(self, candidate: Candidate, proof: ProofReport | None) -> list[str]:
         limited = cuda_refusal(candidate.config)
-        return [] if limited is None else [f"on CUDA ONNX Runtime's QMoE or the portable body runs it: {limited.reason}"]
+        instead = "on CUDA ONNX Runtime's QMoE or the portable body runs it"
+        return [] if limited is None else [f"{instead}: {limited.reason}"]
