@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import onnx_ir as ir
+
 from ...custom_ops.common.refusal import Refusal
 from ...custom_ops.moe.spec import cuda_refusal
 from ..candidate import Candidate
 from ..fuse import FusePass, Place
 from ..graph import GraphView
 from ..proof import Prover
-from ..result import ProofReport, RegionReport
+from ..result import PassReport, ProofReport, RegionReport
 from .op import MOE
 from .recognise import read_site
+from .scaled import ScaledWeights
 from .sites import Site, find_sites
 
 
@@ -23,6 +26,14 @@ class FuseMoe(FusePass):
     needs = frozenset({"constants", "types"})
     gives = frozenset({"moe"})
     op = MOE
+
+    def run(self, model: ir.Model, report: PassReport) -> None:
+        weights = ScaledWeights(model)
+        weights.rewrite()
+        try:
+            super().run(model, report)
+        finally:
+            weights.restore()
 
     def places(self, view: GraphView) -> list[Place]:
         return list(find_sites(view))
