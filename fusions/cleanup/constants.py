@@ -27,7 +27,7 @@ class LiftConstants(Pass):
 
 
 class FoldConstants(Pass):
-    """Replace small constant expressions by their values, and `Shape` of a value with static dims.
+    """Replace small constant expressions by their values, and `Shape` of a value, or entries of it, with static dims.
 
     Exporters that were asked not to optimise leave ``exp(A_log)`` or a reshaped bias as nodes. Weights are not
     folded: they stay lazy, in their file.
@@ -48,6 +48,10 @@ class FoldConstants(Pass):
                 folded = self._static_shape(node)
                 if folded is not None:
                     report.matched += self._replace(graph, node.outputs[0], folded, taken)
+                continue
+            size = self._static_size(view, node)
+            if size is not None:
+                report.matched += self._replace(graph, node.outputs[0], size, taken)
                 continue
             if not all(view.is_const(o) for o in node.outputs):
                 continue
@@ -98,6 +102,25 @@ class FoldConstants(Pass):
         end = node.attributes["end"].as_int() if "end" in node.attributes else len(value.shape)
         dims = list(value.shape)[start:end]
         return np.array(dims, np.int64) if all(isinstance(d, int) for d in dims) else None
+
+    @staticmethod
+    def _static_size(view: GraphView, node: ir.Node) -> np.ndarray | None:
+        """The numbers that a `Gather` takes of a `Shape`, where those axes have some."""
+        shape = node.inputs[0].producer() if is_op(node, "Gather") and node.inputs[0] is not None else None
+        source = shape.inputs[0] if shape is not None and is_op(shape, "Shape") else None
+        index = view.array(node.inputs[1]) if source is not None and source.shape is not None else None
+        if shape is None or source is None or source.shape is None or index is None or index.size > 16:
+            return None
+        whole = list(source.shape)
+        start = shape.attributes["start"].as_int() if "start" in shape.attributes else 0
+        end = shape.attributes["end"].as_int() if "end" in shape.attributes else len(whole)
+        dims = whole[start:end]
+        if index.size and not (-len(dims) <= int(index.min()) and int(index.max()) < len(dims)):
+            return None
+        picked = [dims[int(i)] for i in index.reshape(-1)]
+        if not all(isinstance(d, int) for d in picked):
+            return None
+        return np.array(picked, np.int64).reshape(index.shape)
 
     @staticmethod
     def _replace(graph: ir.Graph, old: ir.Value, array: np.ndarray, taken: set[str]) -> int:

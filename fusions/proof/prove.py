@@ -86,7 +86,7 @@ class Prover:
         operands = op.draw(core, case, self.seed)
         try:
             outputs = dict(zip(extract.outputs, problem.run(problem.raw(operands, env), env), strict=True))
-        except ProofImpossible:
+        except (ProofImpossible, UnknownDim):
             raise
         except Exception as error:
             return Refusal("region-run", f"ONNX Runtime does not run the region at {_shown(case)}: {first_line(error)}")

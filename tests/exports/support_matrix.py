@@ -77,7 +77,7 @@ def style(export: Export) -> str:
         return "transformers' exporter with ORT's fusions"
     if "OnnxExporter" in export.made:
         return "transformers' exporter"
-    if export.name.startswith(("legacy_", "moe_legacy_")):
+    if export.name.startswith(("legacy_", "mla_legacy_", "moe_legacy_")):
         return "torch.onnx, older exporter"
     if "quantized" in export.tags:
         return "quantized weights (`DequantizeLinear`)"
