@@ -14,6 +14,16 @@ from ..result import PassReport
 _FOLD_LIMIT = 1 << 16
 
 
+def _sliced(view: GraphView, node: ir.Node, count: int) -> np.ndarray | None:
+    """The places that a `Slice` takes of a list of so many sizes."""
+    given = [view.ints(v) for v in node.inputs[1:]]
+    numbers = [g[0] for g in given if g is not None and len(g) == 1]
+    if len(given) < 2 or len(numbers) != len(given):
+        return None
+    step = numbers[3] if len(numbers) > 3 else 1
+    return np.arange(count)[numbers[0] : numbers[1] : step] if step > 0 else None
+
+
 class LiftConstants(Pass):
     """`Constant` nodes become initializers, so that a constant has one form."""
 
@@ -105,16 +115,18 @@ class FoldConstants(Pass):
 
     @staticmethod
     def _static_size(view: GraphView, node: ir.Node) -> np.ndarray | None:
-        """The numbers that a `Gather` takes of a `Shape`, where those axes have some."""
-        shape = node.inputs[0].producer() if is_op(node, "Gather") and node.inputs[0] is not None else None
+        """The numbers that a `Gather` or `Slice` takes of a `Shape`, where those axes have some."""
+        shape = node.inputs[0].producer() if is_op(node, "Gather", "Slice") and node.inputs[0] is not None else None
         source = shape.inputs[0] if shape is not None and is_op(shape, "Shape") else None
-        index = view.array(node.inputs[1]) if source is not None and source.shape is not None else None
-        if shape is None or source is None or source.shape is None or index is None or index.size > 16:
+        if shape is None or source is None or source.shape is None:
             return None
         whole = list(source.shape)
         start = shape.attributes["start"].as_int() if "start" in shape.attributes else 0
         end = shape.attributes["end"].as_int() if "end" in shape.attributes else len(whole)
         dims = whole[start:end]
+        index = view.array(node.inputs[1]) if is_op(node, "Gather") else _sliced(view, node, len(dims))
+        if index is None or index.size > 16:
+            return None
         if index.size and not (-len(dims) <= int(index.min()) and int(index.max()) < len(dims)):
             return None
         picked = [dims[int(i)] for i in index.reshape(-1)]

@@ -72,6 +72,10 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
+#: Exported by the older exporter besides.
+LEGACY = ("gpt_oss", "deepseek_v3")
+
+
 class Alone(torch.nn.Module):
     """The block, hidden states in and out."""
 
@@ -84,7 +88,7 @@ class Alone(torch.nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
-def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **more: Any) -> None:
+def make(name: str, experts: str = "batched_mm", moe: int = 1, *, legacy: bool = False, **more: Any) -> None:
     folder, block, configuration, changes = MODELS[name]
     package = f"transformers.models.{folder}"
     config_class = getattr(importlib.import_module(f"{package}.configuration_{folder}"), configuration)
@@ -100,8 +104,10 @@ def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **
     export(
         built,
         (x,),
-        f"moe_{name}{tag}",
-        dynamic=({1: S},),
+        f"moe_{'legacy_' if legacy else ''}{name}",
+        dynamic={"x": {1: "S"}} if legacy else ({1: S},),
+        legacy=legacy,
+        opset=18 if legacy else None,
         names=(["x"], ["y"]),
         made=f"torch.onnx.export of {block}, experts {experts}",
         kda=0,
@@ -113,5 +119,6 @@ def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or MODELS:
-        make(each, tags=("moe", "transformers"))
+    for each in sys.argv[1:] or [*MODELS, *(f"legacy_{name}" for name in LEGACY)]:
+        kind = each.removeprefix("legacy_")
+        make(kind, legacy=kind != each, tags=("moe", "transformers"))
