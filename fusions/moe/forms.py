@@ -40,13 +40,14 @@ class Routed:
 
 def read_routed(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     """The routed experts' weighted sum that a value is."""
+    from .choices import read_added_rows, read_by_choice
     from .grouped import read_grouped
     from .loops import read_loop, read_pair_loop
     from .zero import read_beside_tokens, read_gathered_or_token
 
     readings = (
         *(read_gathered, read_stacked, read_dense_sum, read_grouped, read_pair_loop, read_loop),
-        *(read_gathered_or_token, read_beside_tokens),
+        *(read_gathered_or_token, read_beside_tokens, read_by_choice, read_added_rows),
     )
     for reading in readings:
         found = r.attempt(reading, router, value)

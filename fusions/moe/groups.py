@@ -12,7 +12,7 @@ from ..graph import attribute_int, attribute_string
 from .reader import Reader, last_dim
 
 #: Fills that mean minus infinity to every float type that scores are computed in.
-_LOWEST = (-math.inf, float(np.finfo(np.float32).min), -3.3895313892515355e38, -65504.0)
+LOWEST = (-math.inf, float(np.finfo(np.float32).min), -3.3895313892515355e38, -65504.0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read_masked(r: Reader, value: ir.Value) -> tuple[ir.Value, Groups] | None:
         return None
     if number == 0.0:
         return _groups(r, inner, found[0], "0")
-    if number in _LOWEST:
+    if number in LOWEST:
         return _groups(r, inner, found[0], "-inf", number)
     r.refuse(f"choices of groups that do not stay become {number:g}: the op knows 0 and minus infinity")
     return None

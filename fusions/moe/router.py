@@ -168,10 +168,12 @@ def _function_after(r: Reader, value: ir.Value) -> str | None:
     """What a value goes through first: "softmax" or "sigmoid"."""
     waiting = [value]
     while waiting:
-        for user in r.view.users(waiting.pop()):
+        current = waiting.pop()
+        for user in r.view.users(current):
             if is_op(user, "Softmax", "Sigmoid"):
                 return user.op_type.lower()
-            if is_op(user, *MOVES):
+            spread = is_op(user, "ScatterElements") and user.inputs[2] is current
+            if is_op(user, *MOVES) or spread:
                 waiting.append(user.outputs[0])
     return None
 

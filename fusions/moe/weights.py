@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph import attribute_int, attribute_string, static_dims
-from .groups import read_one_hot
+from .groups import LOWEST, read_one_hot
 from .reader import Reader, last_dim
 from .router import Router
 from .stored import slice_of
@@ -236,9 +236,11 @@ def _normalised(r: Reader, router: Router, value: ir.Value | None, total: ir.Val
 def read_dense(r: Reader, router: Router, value: ir.Value | None) -> Weighting | None:
     """Weights laid out over all experts, ``[.., E]``: 0 for those not chosen."""
     base = r.moved(value)
-    node = r.node(base, "ScatterElements", "ReduceSum", "MatMul", "Einsum", "ScatterND", "Slice", "Split")
+    node = r.node(base, "ScatterElements", "ReduceSum", "MatMul", "Einsum", "ScatterND", "Slice", "Split", *_SCORES)
     if node is None:
         return None
+    if node.op_type in _SCORES:
+        return _of_spread_logits(r, router, node)
     if node.op_type in ("Slice", "Split"):
         if router.bound is None or columns_of(r, router, node, base) != list(range(router.bound)):
             return None
@@ -259,9 +261,29 @@ def read_dense(r: Reader, router: Router, value: ir.Value | None) -> Weighting |
             return None
         product = r.node(source, "Mul")
         return None if product is None else _hot_product(r, router, list(product.inputs))
-    if node.op_type == "MatMul":
+    if node.op_type in ("MatMul", "Einsum") and len(node.inputs) == 2:
         return _hot_product(r, router, list(node.inputs))
     return None
+
+
+_SCORES = ("Softmax", "Sigmoid")
+
+
+def _of_spread_logits(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
+    """Scores of the chosen logits where they stood, minus infinity at all other places: 0 for those not chosen."""
+    spread = r.node(r.moved(node.inputs[0]), "ScatterElements") if router.by_logits and router.bias is None else None
+    if spread is None or node.op_type.lower() != router.function:
+        return None
+    data, index, updates = spread.inputs
+    rank = len(data.shape) if data is not None and data.shape is not None else 2
+    axes = [attribute_int(spread, "axis", 0) % rank, attribute_int(node, "axis", -1) % rank]
+    if axes[0] != rank - 1 or (node.op_type == "Softmax" and axes[1] != rank - 1):
+        return None
+    if attribute_string(spread, "reduction", "none") != "none" or r.filled(data) not in LOWEST:
+        return None
+    if not is_ids(r, router, index) or r.moved(updates) is not router.values:
+        return None
+    return Weighting(norm=node.op_type == "Softmax")
 
 
 def _hot_product(r: Reader, router: Router, operands: list[ir.Value | None]) -> Weighting | None:

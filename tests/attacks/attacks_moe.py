@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto
 
 from .builder import Graph, Hook
-from .moe_builder import EXPERTS, Moe, PerExpert
+from .moe_builder import EXPERTS, LOWEST, Moe, PerExpert
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,16 @@ ATTACKS: dict[str, Attack] = {
     "sigmoid of chosen logits": Attack(Moe(after="sigmoid"), scale=(0.1, 1.0, 100.0)),
     "softmax of chosen logits, warmer": Attack(Moe(after="softmax", values=times(0.5)), "none"),
     "softmax of chosen logits within bounds": Attack(Moe(after="softmax", values=clip(-1e3, 1e3)), "none"),
-    "softmax of logits that are chosen at other places": Attack(
-        Moe(after="softmax", ids=lambda g, x: by_number(g, x)), "experts", FORM
-    ),
+    "softmax of logits that are chosen at other places": Attack(Moe(after="softmax", ids=by_number), "experts", FORM),
     "sigmoid of chosen logits within bounds": Attack(Moe(after="sigmoid", weights=clip(0.0, 0.999)), "experts", FORM),
+    "softmax of chosen logits among minus infinities": Attack(Moe(after="softmax", spread=-np.inf)),
+    "softmax of chosen logits among the lowest numbers": Attack(Moe(after="softmax", spread=LOWEST)),
+    "sigmoid of chosen logits among minus infinities": Attack(Moe(after="sigmoid", spread=-np.inf)),
+    "softmax of chosen logits among zeros": Attack(Moe(after="softmax", spread=0.0), "experts", FORM),
+    "softmax of chosen logits among small numbers": Attack(Moe(after="softmax", spread=-50.0), "experts", FORM),
+    "softmax of chosen logits at other places": Attack(
+        Moe(after="softmax", spread=-np.inf, ids=by_number), "experts", FORM
+    ),
     # experts without weights
     "zero experts": Attack(Moe(zero=2)),
     "all but one are zero experts": Attack(Moe(zero=EXPERTS - 1, biased=True)),

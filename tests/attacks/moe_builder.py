@@ -36,7 +36,8 @@ class Moe:
         zero: how many of the last experts give back their token; ``given``: what is done to it, ``zero_column``: to its
             weight.
         biased: the experts' projections have biases; ``gate``, ``sloped``, ``up``: what is done to those values.
-        after: "softmax" or "sigmoid" of the chosen logits, which are chosen from; ``values``: what is done to them.
+        after: "softmax" or "sigmoid" of the chosen logits, which are chosen from; ``values``: what is done to them;
+            ``spread``: scores are taken of all logits, with this number for those that were not chosen.
         bias: of the choice, one number an expert. fill: what the choices of groups that do not stay become.
     """
 
@@ -63,6 +64,7 @@ class Moe:
     up: PerExpert = same_of
     after: str = ""
     values: Hook = same
+    spread: float | None = None
     bias: list[float] | None = None
     fill: float = LOWEST
     grouped: bool = True
@@ -79,6 +81,13 @@ class Moe:
         flat = g.op("Reshape", x, g.ints(-1, HIDDEN))
         router_x, tokens = self.router_x(g, flat), self.x(g, flat)
         logits = self.logits(g, g.op("MatMul", router_x, g.weight(HIDDEN, EXPERTS)))
+        if self.after and self.spread is not None:
+            best, ids = g.ops("TopK", logits, g.ints(TOP), count=2)
+            shape = g.op("Shape", logits)
+            others = g.op("Expand", g.const(np.float32(self.spread)), shape)
+            among = g.op("ScatterElements", others, self.ids(g, ids), self.values(g, best), axis=-1)
+            dense = g.op("Softmax", among, axis=-1) if self.after == "softmax" else g.op("Sigmoid", among)
+            return self._sum(g, x, tokens, self.weights(g, dense))
         if self.after:
             return self._end(g, x, tokens, logits, *self._by_logits(g, logits))
         scores = self.scores(g, g.op("Sigmoid", logits))
@@ -102,7 +111,9 @@ class Moe:
 
     def _end(self, g: Graph, x: str, tokens: str, scores: str, ids: str, weights: str) -> onnx.ModelProto:
         zeros = g.op("ConstantOfShape", g.op("Shape", scores))
-        dense = g.op("ScatterElements", zeros, ids, weights, axis=-1)
+        return self._sum(g, x, tokens, g.op("ScatterElements", zeros, ids, weights, axis=-1))
+
+    def _sum(self, g: Graph, x: str, tokens: str, dense: str) -> onnx.ModelProto:
         y = ""
         for expert in range(EXPERTS):
             number = g.ints(expert)

@@ -12,7 +12,7 @@ import torch
 from torch.export import Dim
 
 from .moe_quantized import gathered, quantized
-from .moe_side import Block, D, HalfRouter, Hashed, Layers, coarse
+from .moe_side import Block, D, HalfRouter, Hashed, Layers, SpreadLogits, coarse
 from .pack import lean
 from .torch_side import export, fill
 
@@ -65,6 +65,9 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         {"router": {"bias": False, "groups": (4, 1), "fill": 0.0, "picked": "values", "scale": 1.5}},
     ),
     "moe_gather_turned": ("gather_turned", {}),
+    "moe_by_choice": ("by_choice", {}),
+    "moe_added_rows": ("added_rows", {}),
+    "moe_einsum_onehot": ("einsum_onehot", {"shared": "none"}),
     "moe_norm_least": ("gather", {"router": {"eps": 0.1, "least": 1.7}}),
     "moe_zero_experts": ("zero_experts", {}),
     "moe_zero_loop": ("zero_loop", {}),
@@ -201,6 +204,7 @@ def others(wanted: list[str]) -> None:
     x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
     refused = ("moe", "refused")
     steps: dict[str, Any] = {
+        "moe_spread_logits": (SpreadLogits(), (x,), dict(moe=1, tags=("moe", "hand-written"))),
         "moe_two_layers": (Layers(), (x,), dict(moe=2, tags=("moe", "hand-written"))),
         "moe_half_logits": (HalfRouter(False).half(), (x.half(),), dict(moe=1, tags=("moe",), tolerance=5e-3)),
         "moe_half_scores": (HalfRouter(True).half(), (x.half(),), dict(moe=0, tags=refused, tolerance=5e-3)),

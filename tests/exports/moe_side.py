@@ -151,6 +151,10 @@ class Block(nn.Module):
         self.experts = nn.ModuleList([Mlp(**self.mlp) for _ in range(E)])
         self.shared_experts = Mlp(**self.mlp) if shared != "none" else None
         self.shared_gate = nn.Linear(D, 1, bias=False) if shared == "gated" else None
+        if style in ("by_choice", "added_rows"):
+            del self.experts
+            self.gates, self.ups = nn.Parameter(torch.zeros(E, H, D)), nn.Parameter(torch.zeros(E, H, D))
+            self.downs = nn.Parameter(torch.zeros(E, D, H))
 
     def stack(self, name: str) -> torch.Tensor:
         return torch.stack([getattr(e, name).weight for e in self.experts])
@@ -236,6 +240,28 @@ class Block(nn.Module):
         rows = h[:, None, None, :]
         hidden = self.act(rows @ gate, rows @ up) * w[..., None, None]
         return (hidden @ self.stack("down_proj").transpose(1, 2).contiguous()[ids]).squeeze(2).sum(1)
+
+    def _by_choice(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """One choice after the other."""
+        out, wide = torch.zeros_like(h), h.unsqueeze(-1)
+        for place in range(K):
+            gate, up, down = (t.index_select(0, ids[:, place]) for t in (self.gates, self.ups, self.downs))
+            hidden = self.act(torch.bmm(gate, wide), torch.bmm(up, wide))
+            out = out + w[:, place : place + 1] * torch.bmm(down, hidden).squeeze(-1)
+        return out
+
+    def _added_rows(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """A row for each choice, added to its token's."""
+        flat, token = ids.flatten(), torch.arange(h.shape[0]).repeat_interleave(K)
+        rows = h[token].unsqueeze(-1)
+        hidden = self.act(torch.bmm(self.gates[flat], rows), torch.bmm(self.ups[flat], rows))
+        made = torch.bmm(self.downs[flat], hidden).squeeze(-1) * w.reshape(-1, 1)
+        return torch.zeros_like(h).index_add(0, token, made)
+
+    def _einsum_onehot(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.einsum("nke,nk->ne", F.one_hot(ids, E).to(w.dtype), w)
+        every = torch.stack([expert(h) for expert in self.experts], dim=1)
+        return torch.einsum("ned,ne->nd", every, full)
 
     def _zero_experts(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """The last two experts give back what they are given (LongCat)."""
@@ -379,6 +405,23 @@ class Hashed(Block):
         ids = self.table[tokens.reshape(-1)]
         weights = scores.gather(1, ids)
         return self.result(x, h, ids, weights / weights.sum(-1, keepdim=True))
+
+
+class SpreadLogits(Block):
+    """The chosen logits among minus infinities, then a softmax over all experts."""
+
+    def __init__(self) -> None:
+        super().__init__("dense", router={"groups": (1, 1), "bias": False})
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = x.reshape(-1, D)
+        logits = F.linear(h, self.gate.weight)
+        values, ids = torch.topk(logits, K, dim=-1)
+        full = torch.full_like(logits, float("-inf")).scatter(-1, ids, values).softmax(-1)
+        out = torch.zeros_like(h)
+        for e in range(E):
+            out = out + self.experts[e](h) * full[:, e : e + 1]
+        return out.view(x.shape)
 
 
 class HalfRouter(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 from deltafuse.fusions.pipeline import fuse_model
 from exports import library
 
+from . import moe_later_mutants  # noqa: F401  (adds its own to MUTANTS)
 from .editor import Editor
 from .moe_graph_mutants import MUTANTS
 
