@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ..graph import attribute_float, attribute_int, attribute_ints, attribute_string, is_op, rank_of, static_dims
 from .reader import Reader, last_dim
-from .stored import Quantized, Seen, see
+from .stored import HALF, Quantized, Seen, rounded, see
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ def read_bias(r: Reader, layer: Linear, value: ir.Value, rows: int = -1) -> Bias
     gather = r.node(r.moved(value), "Gather", "GatherND")
     if gather is None or rows != -1 or layer.expert is None:
         return None
+    if value.dtype not in HALF and any(v.dtype in HALF and gather.outputs[0].dtype != v.dtype for v in r.trail(value)):
+        return None  # rounded on its way
     seen, index = see(r.view, gather.inputs[0]), gather.inputs[1]
     if seen is None or index is None or seen.shape != (layer.seen.shape[layer.expert], layer.width):
         return None
@@ -236,7 +238,7 @@ def _gathered(r: Reader, value: ir.Value) -> _Weights | None:
     if node.op_type == "DequantizeLinear":
         return _dequantized(r, node)
     inner = _gathered(r, source)
-    if inner is None:
+    if inner is None or (node.op_type == "Cast" and rounded(inner.seen, source, value)):
         return None
     if node.op_type == "Transpose":
         order = attribute_ints(node, "perm")
