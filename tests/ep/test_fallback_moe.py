@@ -174,7 +174,7 @@ def test_on_a_gpu_it_computes_in_the_activations_type() -> None:
 @needs_qmoe
 def test_session_takes_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here where the plugin EP serves no device at all."""
-    monkeypatch.setattr(importlib.import_module("deltafuse.session"), "_plugin_devices", lambda _: ([], "no plugin"))
+    monkeypatch.setattr(importlib.import_module("deltafuse.session"), "_plugin_devices", lambda _: ({}, "no plugin"))
     config = TAKEN["gpt-oss"]
     inputs = draw_inputs(config, 5, np.random.default_rng(5))
     made = deltafuse.session(call_model(config, inputs).SerializeToString(), device="cpu", sess_options=quiet())
