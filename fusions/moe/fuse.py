@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
+from ...custom_ops.moe.body import OPSETS
 from ...custom_ops.moe.spec import cuda_refusal
 from ..candidate import Candidate
 from ..fuse import FusePass, Place
@@ -45,6 +46,10 @@ class FuseMoe(FusePass):
         found = read_site(view, place)
         if isinstance(found, Refusal):
             return found
+        opset = view.graph.opset_imports.get("", 0)
+        if opset not in OPSETS:
+            needs = f"the fused node's function body needs {OPSETS[0]} to {OPSETS[-1]}: convert the model first"
+            return Refusal("opset", f"opset {opset}: {needs}", place.name)
         return self._named(found, region)
 
     @staticmethod

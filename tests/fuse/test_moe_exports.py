@@ -99,6 +99,15 @@ def test_refusals_say_what_is_in_the_way(name: str, words: str) -> None:
     assert words in kit.why(report)
 
 
+def test_an_opset_that_the_body_is_not_written_for_is_said() -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(library.export("moe_legacy_stacked").proto())
+    model.opset_import[0].version = 17
+    report, _ = fused(model)
+    assert report.count("moe") == 0
+    assert "opset 17: the fused node's function body needs 18 to 27: convert the model first" in kit.why(report)
+
+
 def test_attributes_are_read() -> None:
     """From exports that set them apart from the defaults."""
     found = {name: once(name)[1].regions[-1].config for name in MOE}
