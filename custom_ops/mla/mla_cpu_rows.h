@@ -22,25 +22,13 @@ DELTAFUSE_INLINE uint8_t ToFloat8(float x) {
   return static_cast<uint8_t>(sign | (code < 0x7eu ? code : 0x7eu));
 }
 
-// kLanes codes of an 8-bit cache as numbers.
-typedef int8_t CodeVec __attribute__((vector_size(DELTAFUSE_LANES)));
-
-DELTAFUSE_INLINE Vec FromInt8(const int8_t* codes) {
-  CodeVec v;
-  __builtin_memcpy(&v, codes, sizeof(v));
-  return __builtin_convertvector(__builtin_convertvector(v, IVec), Vec);
-}
-
-// float8 e4m3fn. No step makes a subnormal float32, so the processor may flush those to zero.
-DELTAFUSE_INLINE Vec FromFloat8(const uint8_t* codes) {
-  CodeVec v;
-  __builtin_memcpy(&v, codes, sizeof(v));
-  const UVec x = (UVec) __builtin_convertvector(v, IVec);  // the sign is in the highest bit
-  const UVec magnitude = x & SplatU(127u);
+// float8 e4m3fn codes as numbers. No step makes a subnormal float32, so the processor may flush those to zero.
+DELTAFUSE_INLINE Vec FromFloat8(UVec codes) {
+  const UVec magnitude = codes & SplatU(127u);
   const UVec small = AsBits(__builtin_convertvector((IVec)magnitude, Vec) * Splat(0x1p-9f));  // below 2^-6
   UVec bits = magnitude < SplatU(8u) ? small : (magnitude << 20) + SplatU(120u << 23);
   bits = magnitude == SplatU(127u) ? SplatU(0x7fc00000u) : bits;
-  return AsFloat(bits | (x & SplatU(0x80000000u)));
+  return AsFloat(bits | (codes & SplatU(128u)) << 24);
 }
 
 // The new token `token` of row `row`: which row of cos and sin.
@@ -94,18 +82,20 @@ static void LoadCached(const Call& call, float* to, int64_t slot, int64_t padded
     LoadRow(to, p.past_latent, p.dtype, slot * rank, rank, rank);
   } else if (p.cache_type == CacheType::kInt8) {
     const int8_t* codes = static_cast<const int8_t*>(p.past_latent) + slot * rank;
-    int64_t c = 0;
-    for (; c + kLanes <= rank; c += kLanes) Store(to + c, FromInt8(codes + c) * Load(p.past_latent_scale + c));
-    for (; c < rank; ++c) to[c] = static_cast<float>(codes[c]) * p.past_latent_scale[c];
+    for (int64_t c = 0; c < rank; ++c) to[c] = static_cast<float>(codes[c]) * p.past_latent_scale[c];
   } else {
     const uint8_t* codes = static_cast<const uint8_t*>(p.past_latent) + slot * rank;
     const int64_t groups = (rank + 127) / 128;
     for (int64_t g = 0; g < groups; ++g) {
       const float scale = p.past_latent_scale[slot * groups + g];
       const int64_t end = Min(rank, (g + 1) * 128);
-      int64_t c = g * 128;
-      for (; c + kLanes <= end; c += kLanes) Store(to + c, FromFloat8(codes + c) * Splat(scale));
-      for (; c < end; ++c) to[c] = call.float8[codes[c]] * scale;
+      uint32_t wide[128] = {};
+      for (int64_t c = g * 128; c < end; ++c) wide[c - g * 128] = codes[c];
+      for (int64_t c = g * 128; c < end; c += kLanes) {
+        UVec part;
+        __builtin_memcpy(&part, wide + (c - g * 128), sizeof(part));
+        Store(to + c, FromFloat8(part) * Splat(scale));
+      }
     }
   }
   LoadRow(to + rank, p.past_k_rope, p.dtype, slot * rope, rope, padded - rank);
