@@ -42,7 +42,18 @@ __global__ void mma_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b, float
   for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
 }
 
-enum Mistake { kNone, kNoWait, kEarlySums, kNoExpect, kPastGlobal, kPastShared, kNoBarrier, kMisaligned, kHalfBarrier };
+enum Mistake {
+  kNone,
+  kNoWait,
+  kEarlySums,
+  kNoExpect,
+  kPastGlobal,
+  kPastShared,
+  kNoBarrier,
+  kMisaligned,
+  kHalfBarrier,
+  kNoFence
+};
 
 __device__ uint32_t offset_of(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
@@ -54,7 +65,8 @@ __device__ void wait_for(uint64_t* barrier) {
 }
 
 // A 64x16 and B 8x16 come by bulk copies, as the descriptors without swizzle want them: blocks of 8 rows of 16 bytes,
-// first along the rows, then along k. C is A times B transposed.
+// first along the rows, then along k. C is A times B transposed, twice: the
+// block doubles B itself.
 __global__ void __launch_bounds__(128)
     wgmma_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b, float* c, int mistake) {
   __shared__ __align__(128) __nv_bfloat16 tile[64 * 16 + 8 * 16];
@@ -83,6 +95,8 @@ __global__ void __launch_bounds__(128)
   if (mistake == kPastShared) turned[threadIdx.x + mistake] = 0;
   if (mistake == kMisaligned) c[0] = *reinterpret_cast<const float*>(a + 1);
   if (mistake == kHalfBarrier && lane < 16) asm volatile("bar.sync 1, 128;");
+  tile[1024 + threadIdx.x] += tile[1024 + threadIdx.x];
+  if (mistake != kNoFence) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   turned[threadIdx.x] = threadIdx.x;
   if (mistake != kNoBarrier) __syncthreads();
   const int other = turned[127 - threadIdx.x];
@@ -106,6 +120,16 @@ __global__ void __launch_bounds__(128)
     c[(row + i / 2 * 8) * 8 + col + i % 2] = d[i] + (other == 127 - int(threadIdx.x) ? 0.0f : 1.0f);
 }
 
+// The second is launched so that it may begin before the first has ended.
+__global__ void first_kernel(int* numbers) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  numbers[threadIdx.x] = threadIdx.x;
+}
+__global__ void second_kernel(int* numbers, int mistake) {
+  if (mistake != kNoWait) asm volatile("griddepcontrol.wait;" ::: "memory");
+  numbers[threadIdx.x] *= 2;
+}
+
 }  // namespace
 
 extern "C" int check_lanes(const int* in, int* out, int blocks) {
@@ -118,6 +142,16 @@ extern "C" int check_mma(const void* a, const void* b, float* c) {
 }
 extern "C" int check_wgmma(const void* a, const void* b, float* c, int mistake) {
   wgmma_kernel<<<1, 128>>>(static_cast<const __nv_bfloat16*>(a), static_cast<const __nv_bfloat16*>(b), c, mistake);
+  return cudaGetLastError();
+}
+extern "C" int check_launches(int* numbers, int mistake) {
+  first_kernel<<<1, 32>>>(numbers);
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1), config.blockDim = dim3(32), config.attrs = &overlap, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, second_kernel, numbers, mistake);
   return cudaGetLastError();
 }
 extern "C" const char* check_error(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "dependence.h"
 #include "memory.h"
 #include "modules.h"
 #include "streams.h"
@@ -38,8 +39,8 @@ struct Configuration {
 };
 thread_local Configuration pushed;
 
-cudaError_t launch(const void* host, dim3 grid, dim3 block, void** args, size_t shared, dim3 cluster,
-                   bool cooperative) {
+cudaError_t launch(const void* host, dim3 grid, dim3 block, void** args, size_t shared, dim3 cluster, bool cooperative,
+                   bool programmatic = false) {
   const std::lock_guard<std::recursive_mutex> lock(device);
   HostFunction* f = find_function(host);
   if (!f) return result(cudaErrorInvalidDeviceFunction);
@@ -64,7 +65,7 @@ cudaError_t launch(const void* host, dim3 grid, dim3 block, void** args, size_t 
     l.grid = {grid.x, grid.y, grid.z}, l.threads = {block.x, block.y, block.z},
     l.cluster = {cluster.x, cluster.y, cluster.z};
     l.dynamic_shared = static_cast<uint32_t>(shared);
-    l.cooperative = cooperative;
+    l.cooperative = cooperative, l.programmatic = programmatic;
     return result(static_cast<cudaError_t>(submit([l, params] {
       try {
         std::copy(params.begin(), params.end(), l.kernel->params.begin());
@@ -85,12 +86,14 @@ cudaError_t launch(const void* host, dim3 grid, dim3 block, void** args, size_t 
 
 cudaError_t copy(void* to, const void* from, size_t bytes) {
   return result(static_cast<cudaError_t>(submit([=] {
+    forget_dependence();
     if (bytes) std::memmove(to, from, bytes);
     return 0;
   })));
 }
 cudaError_t fill(void* to, int value, size_t bytes) {
   return result(static_cast<cudaError_t>(submit([=] {
+    forget_dependence();
     if (bytes) std::memset(to, value, bytes);
     return 0;
   })));
@@ -168,14 +171,17 @@ cudaError_t cudaLaunchCooperativeKernel(const void* f, dim3 grid, dim3 block, vo
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* f, void** args) {
   dim3 cluster(1, 1, 1);
-  bool cooperative = false;
+  bool cooperative = false, programmatic = false;
   for (unsigned i = 0; i < c->numAttrs; ++i) {
     const cudaLaunchAttribute& a = c->attrs[i];
     if (a.id == cudaLaunchAttributeClusterDimension)
       cluster = dim3(a.val.clusterDim.x, a.val.clusterDim.y, a.val.clusterDim.z);
     if (a.id == cudaLaunchAttributeCooperative) cooperative = a.val.cooperative != 0;
+    if (a.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      programmatic = a.val.programmaticStreamSerializationAllowed != 0;
+    }
   }
-  return launch(f, c->gridDim, c->blockDim, args, c->dynamicSmemBytes, cluster, cooperative);
+  return launch(f, c->gridDim, c->blockDim, args, c->dynamicSmemBytes, cluster, cooperative, programmatic);
 }
 
 cudaError_t cudaMalloc(void** p, size_t bytes) {
@@ -196,6 +202,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
                               size_t height, cudaMemcpyKind, cudaStream_t) {
   if (width > to_pitch || width > from_pitch) return result(cudaErrorInvalidPitchValue);
   return result(static_cast<cudaError_t>(submit([=] {
+    forget_dependence();
     for (size_t i = 0; i < height; ++i) {
       std::memmove(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
     }

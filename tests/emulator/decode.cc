@@ -66,7 +66,7 @@ class Decoder {
     char* aligned =
         reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(kernel_->constants.data()) + 63) & ~uintptr_t{63});
     std::copy(constants_.begin(), constants_.end(), aligned);
-    kernel_->executed.resize(kernel_->code.size());
+    kernel_->executed.resize(kernel_->code.size()), kernel_->work.resize(kernel_->code.size());
   }
 
   std::unique_ptr<Kernel> result() { return std::move(kernel_); }

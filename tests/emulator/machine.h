@@ -121,6 +121,7 @@ struct Kernel {
   std::vector<int> param_offset, param_bytes;
   int max_threads = 0;
   std::vector<uint64_t> executed;  // of each instruction
+  std::vector<uint64_t> work;      // its wavefronts or sectors, with EMU_STATS
 };
 
 struct Dim {
@@ -172,7 +173,9 @@ struct Warp {
   std::vector<std::shared_ptr<Multiplication>> products;
   std::deque<std::vector<std::shared_ptr<Multiplication>>> product_groups;
   uint64_t executed = 0;
-  Clock clock;  // with EMU_RACES
+  Clock clock;          // with EMU_RACES
+  uint64_t fenced = 0;  // Machine::order at its last fence.proxy.async
+  bool waited = false;  // is ordered after a griddepcontrol.wait of the block
 
   uint32_t* row32(Ref r) const { return reinterpret_cast<uint32_t*>(base[r & 1] + (r & ~1)); }
   uint64_t* row64(Ref r) const { return reinterpret_cast<uint64_t*>(base[r & 1] + (r & ~1)); }
@@ -181,6 +184,7 @@ struct Warp {
 struct NamedBarrier {
   uint32_t arrived = 0, expected = 0;
   uint32_t reduction = 0;
+  bool waited = false;
   Clock clock;
   std::vector<Warp*> waiting;
 };
@@ -198,6 +202,7 @@ struct Block {
   NamedBarrier barriers[16];
   int running = 0;
   uint64_t executed = 0;
+  bool waited = false;  // one of its warps has done griddepcontrol.wait
   std::shared_ptr<Words> words;
   std::map<uint32_t, Clock> clocks;  // of its mbarriers
 };
@@ -222,11 +227,12 @@ struct Launch {
   Dim grid, threads, cluster;
   uint32_t dynamic_shared = 0;
   bool cooperative = false;
+  bool programmatic = false;  // may begin before the launch before it has ended
 };
 
 struct Counters {
-  uint64_t shared_accesses = 0, shared_wavefronts = 0, global_accesses = 0, global_sectors = 0, bulk_bytes = 0,
-           async_bytes = 0;
+  uint64_t shared_accesses = 0, shared_wavefronts = 0, shared_least = 0, global_accesses = 0, global_sectors = 0,
+           bulk_bytes = 0, async_bytes = 0;
   double tensor_flops = 0;
 };
 
@@ -234,7 +240,8 @@ struct Counters {
 struct Machine {
   Launch launch;
   bool late = false;  // asynchronous work is done when it is waited for, not when it is asked for
-  bool statistics = false, races = false;
+  bool statistics = false, races = false, dependence = false;
+  uint64_t order = 0;     // counts generic writes to shared memory and fences, with EMU_RACES
   uint64_t progress = 0;  // counts what may let a waiting warp go on
   std::vector<PendingBulk> bulk;
   Counters counters;

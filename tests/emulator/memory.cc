@@ -6,6 +6,7 @@
 #include <mutex>
 #include <sstream>
 
+#include "dependence.h"
 #include "races.h"
 
 namespace emulator {
@@ -90,6 +91,7 @@ bool device_free(void* data) {
 }
 
 char* global_address(const Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write) {
+  if (machine.dependence) note_global(w, in, address, bytes, write);
   if (address >= in.low && address + bytes <= in.high && !(address & (bytes - 1))) {
     return reinterpret_cast<char*>(address);
   }
@@ -109,6 +111,7 @@ char* global_address(const Warp& w, const Inst& in, uint64_t address, unsigned b
 }
 
 void check_range(const Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write) {
+  if (machine.dependence) note_global(w, in, address, bytes, write);
   if ((address >= in.low && address + bytes <= in.high) || unchecked()) return;
   const Region* r = find_region(address);
   if (!r || address + bytes > r->high) {
@@ -143,7 +146,7 @@ char* shared_location(const Warp& w, const Inst& in, uint32_t address, unsigned 
 char* shared_address(const Warp& w, const Inst& in, uint32_t address, unsigned bytes, bool write) {
   Block* owner = nullptr;
   char* at = shared_location(w, in, address, bytes, &owner);
-  if (machine.races) touch(w, *owner, in, address & kOffsetMask, bytes, write);
+  if (machine.races) touch(w, *owner, in, address & kOffsetMask, bytes, write ? kWrite : kRead);
   return at;
 }
 
@@ -165,13 +168,13 @@ char* generic_address(const Warp& w, const Inst& in, uint64_t address, unsigned 
   }
 }
 
-void count_shared(const uint64_t* addresses, uint32_t lanes, unsigned bytes) {
+void count_shared(const Inst& in, const uint64_t* addresses, uint32_t lanes, unsigned bytes) {
   // 8 and 16 bytes a lane go by halves and quarters of the warp. In each, lanes at the same word share it.
   const int at_once = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
   ++machine.counters.shared_accesses;
   for (int first = 0; first < kLanes; first += at_once) {
     uint64_t words[32][8];
-    int used[32] = {}, most = 0;
+    int used[32] = {}, most = 0, distinct = 0;
     for (int i = first; i < first + at_once; ++i) {
       if (!(lanes >> i & 1)) continue;
       for (uint64_t word = addresses[i] / 4; word <= (addresses[i] + bytes - 1) / 4; ++word) {
@@ -179,14 +182,15 @@ void count_shared(const uint64_t* addresses, uint32_t lanes, unsigned bytes) {
         const int known = std::min(used[bank], 8);
         if (std::find(words[bank], words[bank] + known, word) != words[bank] + known) continue;
         if (used[bank] < 8) words[bank][used[bank]] = word;
-        most = std::max(most, ++used[bank]);
+        most = std::max(most, ++used[bank]), ++distinct;
       }
     }
-    machine.counters.shared_wavefronts += most;
+    machine.counters.shared_wavefronts += most, machine.counters.shared_least += (distinct + 31) / 32;
+    if (in.kind != Kind::kCopy) machine.launch.kernel->work[in.source] += most;  // whose work is its sectors
   }
 }
 
-void count_global(const uint64_t* addresses, uint32_t lanes, unsigned bytes) {
+void count_global(const Inst& in, const uint64_t* addresses, uint32_t lanes, unsigned bytes) {
   uint64_t sectors[128];
   int count = 0;
   for (int i = 0; i < kLanes; ++i) {
@@ -197,7 +201,9 @@ void count_global(const uint64_t* addresses, uint32_t lanes, unsigned bytes) {
   }
   std::sort(sectors, sectors + count);
   ++machine.counters.global_accesses;
-  machine.counters.global_sectors += std::unique(sectors, sectors + count) - sectors;
+  const auto distinct = std::unique(sectors, sectors + count) - sectors;
+  machine.counters.global_sectors += distinct;
+  machine.launch.kernel->work[in.source] += distinct;
 }
 
 }  // namespace emulator

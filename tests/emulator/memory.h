@@ -48,7 +48,7 @@ inline void lane_addresses(const Warp& w, const Inst& in, Ref r, uint64_t* out) 
 void check_range(const Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write);
 
 // What the memory system has to do for an access of the warp: wavefronts of shared memory, sectors of global memory.
-void count_shared(const uint64_t* addresses, uint32_t lanes, unsigned bytes);
-void count_global(const uint64_t* addresses, uint32_t lanes, unsigned bytes);
+void count_shared(const Inst& in, const uint64_t* addresses, uint32_t lanes, unsigned bytes);
+void count_global(const Inst& in, const uint64_t* addresses, uint32_t lanes, unsigned bytes);
 
 }  // namespace emulator

@@ -92,7 +92,8 @@ void atomic(Warp& w, const Inst& in, uint32_t lanes) {
   uint64_t addresses[kLanes];
   lane_addresses(w, in, in.r[4], addresses);
   if (machine.statistics) {
-    in.shared_constant == 1 ? count_shared(addresses, lanes, sizeof(T)) : count_global(addresses, lanes, sizeof(T));
+    in.shared_constant == 1 ? count_shared(in, addresses, lanes, sizeof(T))
+                            : count_global(in, addresses, lanes, sizeof(T));
   }
   ++machine.progress;
   Cell<T> before[kLanes];

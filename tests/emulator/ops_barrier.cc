@@ -111,6 +111,7 @@ void wait(Warp& w, const Inst& in, uint32_t lanes) {
     if (machine.races && s.parity != phase) acquire(w, clock_of(w, address));
   });
   set_predicate(w, in.r[0], over, lanes);
+  if (over & lanes) w.waited |= w.block->waited;
   if ((over & lanes) != lanes) {
     w.failed_wait = true;
     w.barrier = static_cast<int>(address_of(w, in, __builtin_ctz(lanes & ~over)));
@@ -123,6 +124,7 @@ void open_barrier(NamedBarrier& bar) {
   for (Warp* each : bar.waiting) {
     each->state = WarpState::kReady;
     if (machine.races) acquire(*each, bar.clock);
+    each->waited |= bar.waited;
     const Inst& own = *(each->pc - 1);
     if (own.number == 'p') {
       std::fill_n(each->row32(own.r[2]), kLanes, bar.reduction);
@@ -162,6 +164,7 @@ void named(Warp& w, const Inst& in, uint32_t lanes) {
   }
   ++bar.arrived;
   if (machine.races) release(w, &bar.clock);
+  bar.waited |= w.waited;
   if (in.number != 1) {
     w.state = WarpState::kBarrier, w.barrier = static_cast<int>(id);
     bar.waiting.push_back(&w);

@@ -1,5 +1,6 @@
 // Jumps, calls, ends, and what has no meaning here.
 #include "decode.h"
+#include "dependence.h"
 #include "lanes.h"
 
 namespace emulator {
@@ -39,6 +40,15 @@ void trap(Warp& w, const Inst& in, uint32_t) { fault(w, in, "the kernel stopped 
 
 void sleep(Warp& w, const Inst&, uint32_t) { pause(w); }
 
+void wait_launches(Warp& w, const Inst&, uint32_t) {
+  if (machine.dependence) wait_for_launches(w);
+}
+void start_launches(Warp& w, const Inst&, uint32_t) {
+  if (machine.dependence) let_launches(w);
+}
+
+void proxy_fence(Warp& w, const Inst&, uint32_t) { w.fenced = ++machine.order; }
+
 void nothing(Warp&, const Inst&, uint32_t) {}
 
 }  // namespace
@@ -60,7 +70,11 @@ bool lower_control(Lowering& l) {
     l.run(trap, Kind::kBranch);
   } else if (op == "nanosleep") {
     l.run(sleep, Kind::kOther);
-  } else if (op == "griddepcontrol" || op == "setmaxnreg" || op == "fence" || op == "membar" || op == "pmevent") {
+  } else if (op == "griddepcontrol") {
+    l.run(l.op(1) == "wait" ? wait_launches : start_launches, Kind::kOther);
+  } else if (op == "fence" && l.op(1) == "proxy" && l.op(2) == "async") {
+    l.run(proxy_fence, Kind::kBarrier);
+  } else if (op == "setmaxnreg" || op == "fence" || op == "membar" || op == "pmevent") {
     l.run(nothing, op == "fence" || op == "membar" ? Kind::kBarrier : Kind::kOther);
   } else {
     return false;

@@ -48,8 +48,8 @@ void copy_lanes(Warp& w, const Inst& in, uint32_t lanes) {
     }
   }
   if (!machine.statistics) return;
-  count_shared(to, lanes, bytes);
-  if (reading) count_global(from, reading, bytes);
+  count_shared(in, to, lanes, bytes);
+  if (reading) count_global(in, from, reading, bytes);
   machine.counters.async_bytes += bytes * __builtin_popcount(reading);
 }
 
@@ -96,7 +96,7 @@ char* place(const Warp& w, const Inst& in, Block& b, uint32_t offset, uint64_t b
           "bulk copy of " + std::to_string(bytes) + " bytes to shared offset " +
               std::to_string(int64_t{offset} - kSharedStart) + " of " + std::to_string(b.shared_end - kSharedStart));
   }
-  if (machine.races) touch(w, b, in, offset, static_cast<uint32_t>(bytes), write);
+  if (machine.races) touch(w, b, in, offset, static_cast<uint32_t>(bytes), write ? kAsyncWrite : kAsyncRead);
   return b.shared.data() + offset;
 }
 

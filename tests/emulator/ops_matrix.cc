@@ -22,7 +22,7 @@ void matrices(Warp& w, const Inst& in, uint32_t lanes) {
   lane_addresses(w, in, in.r[4], addresses);
   const int count = static_cast<int>(in.list.size());
   if (machine.statistics) {
-    for (int m = 0; m < count; ++m) count_shared(addresses, 0xffu << (8 * m), 16);
+    for (int m = 0; m < count; ++m) count_shared(in, addresses, 0xffu << (8 * m), 16);
     machine.counters.shared_accesses -= count - 1;
   }
   for (int m = 0; m < count; ++m) {

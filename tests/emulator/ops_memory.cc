@@ -18,13 +18,13 @@ inline char* host(Warp& w, const Inst& in, uint64_t address, unsigned bytes, boo
 }
 
 template <Where W>
-void count(const uint64_t* addresses, uint32_t lanes, unsigned bytes) {
+void count(const Inst& in, const uint64_t* addresses, uint32_t lanes, unsigned bytes) {
   if (!machine.statistics || W == kInLocal) return;
   const uint64_t window = W == kAnywhere ? addresses[__builtin_ctz(lanes)] >> 56 : 0;
   if (W == kInShared || window == kSharedWindow >> 56) {
-    count_shared(addresses, lanes, bytes);
+    count_shared(in, addresses, lanes, bytes);
   } else if (window != kLocalWindow >> 56) {
-    count_global(addresses, lanes, bytes);
+    count_global(in, addresses, lanes, bytes);
   }
 }
 
@@ -33,7 +33,7 @@ void store_shared(Warp& w, const Inst& in, uint32_t address, const void* values,
   char* to = shared_location(w, in, address, bytes, &owner);
   if (machine.races) {
     const uint32_t offset = address & kOffsetMask;
-    std::memcmp(to, values, bytes) != 0 ? touch(w, *owner, in, offset, bytes, true)
+    std::memcmp(to, values, bytes) != 0 ? touch(w, *owner, in, offset, bytes, kWrite)
                                         : touch_same(w, *owner, offset, bytes);
   }
   std::memcpy(to, values, bytes);
@@ -45,7 +45,7 @@ void load(Warp& w, const Inst& in, uint32_t lanes) {
   uint64_t addresses[kLanes];
   lane_addresses(w, in, in.r[4], addresses);
   const unsigned bytes = sizeof(T) * in.count;
-  if (in.kind != Kind::kParameter) count<W>(addresses, lanes, bytes);
+  if (in.kind != Kind::kParameter) count<W>(in, addresses, lanes, bytes);
   if (in.shared_constant) w.budget = w.budget < 16 ? w.budget : 16;  // volatile: somebody else may have to write first
   char* from[kLanes];
   for (uint32_t rest = lanes; rest; rest &= rest - 1) {
@@ -68,7 +68,7 @@ void store(Warp& w, const Inst& in, uint32_t lanes) {
   uint64_t addresses[kLanes];
   lane_addresses(w, in, in.r[4], addresses);
   const unsigned bytes = sizeof(T) * in.count;
-  count<W>(addresses, lanes, bytes);
+  count<W>(in, addresses, lanes, bytes);
   if (W != kInLocal) ++machine.progress;
   for (uint32_t rest = lanes; rest; rest &= rest - 1) {
     const int i = __builtin_ctz(rest);

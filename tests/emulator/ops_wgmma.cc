@@ -85,7 +85,7 @@ void open_matrix(const Warp& w, const Inst& in, uint64_t descriptor, Format form
               "a descriptor leads to shared offset " + std::to_string(int64_t{address} - kSharedStart) + " of " +
                   std::to_string(end - kSharedStart));
       }
-      if (machine.races) touch(w, *w.block, in, address, 16, false);
+      if (machine.races) touch(w, *w.block, in, address, 16, kAsyncRead);
       return shared + address;
     };
     if (!across) {

@@ -20,6 +20,19 @@ uint32_t number_of(const Warp& w) { return w.block->rank * static_cast<uint32_t>
             ") with no barrier between");
 }
 
+const Warp& warp_of(const Warp& w, uint32_t number) {
+  const auto warps = static_cast<uint32_t>(w.block->warps.size());
+  return w.block->cluster->blocks[number / warps]->warps[number % warps];
+}
+
+[[noreturn]] void unfenced(const Warp& w, const Inst& in, uint32_t offset, int source) {
+  const Instruction& before = *machine.launch.kernel->instructions[source];
+  fault(w, in,
+        "asynchronous work on shared offset " + std::to_string(offset - kSharedStart) + ", which was written by " +
+            before.mnemonic() + " (line " + std::to_string(before.line) + ", PTX line " +
+            std::to_string(before.ptx_line) + ") with no fence.proxy.async between");
+}
+
 }  // namespace
 
 void start_races(Cluster& c) {
@@ -36,7 +49,8 @@ void start_races(Cluster& c) {
   }
 }
 
-void touch(const Warp& w, Block& owner, const Inst& in, uint32_t offset, uint32_t bytes, bool write) {
+void touch(const Warp& w, Block& owner, const Inst& in, uint32_t offset, uint32_t bytes, Access access) {
+  const bool write = access == kWrite || access == kAsyncWrite, async = access == kAsyncRead || access == kAsyncWrite;
   const uint32_t self = number_of(w);
   const size_t warps = w.clock.size();
   const int source = in.source;
@@ -45,12 +59,14 @@ void touch(const Warp& w, Block& owner, const Inst& in, uint32_t offset, uint32_
     auto unknown = [&](uint32_t other, uint32_t time) { return time && other != self && time > w.clock[other]; };
     const bool seen = !write && x.again && !unknown(x.also, x.again);
     if (!seen && unknown(x.writer, x.written)) race(w, in, 4 * word, write, true, x.writer, x.write_source);
+    if (async && x.order > std::max(w.fenced, warp_of(w, x.writer).fenced)) unfenced(w, in, 4 * word, x.write_source);
     uint32_t* read = &owner.words->read[word * warps];
     if (write) {
       for (uint32_t other = 0; other < warps; ++other) {
         if (other != self && read[other] > w.clock[other]) race(w, in, 4 * word, true, false, other, x.read_source);
       }
       x.writer = self, x.written = w.clock[self], x.again = 0, x.write_source = source;
+      x.order = async ? 0 : ++machine.order;
     } else {
       read[self] = w.clock[self], x.read_source = source;
     }

@@ -4,6 +4,7 @@
 #include <random>
 #include <sstream>
 
+#include "dependence.h"
 #include "machine.h"
 #include "memory.h"
 #include "races.h"
@@ -257,11 +258,15 @@ void run_launch(const Launch& launch) {
   machine.late = std::getenv("EMU_LATE") != nullptr;
   machine.statistics = std::getenv("EMU_STATS") != nullptr;
   machine.races = std::getenv("EMU_RACES") != nullptr;
+  machine.dependence = std::getenv("EMU_PDL") != nullptr;
+  machine.order = 0;
+  if (machine.dependence) begin_dependence();
   machine.bulk.clear();
   machine.counters = {};
   Kernel& k = *launch.kernel;
   for (Inst& in : k.code) in.low = 1, in.high = 0;
   std::fill(k.executed.begin(), k.executed.end(), 0);
+  std::fill(k.work.begin(), k.work.end(), 0);
   const char* seed = std::getenv("EMU_SHUFFLE");
   const bool traced = std::getenv("EMU_TRACE") != nullptr;
   std::mt19937 random(seed ? std::atoi(seed) : 0);
@@ -311,6 +316,7 @@ void run_launch(const Launch& launch) {
       clusters.erase(clusters.begin() + i);
     }
   }
+  if (machine.dependence) end_dependence();
   if (machine.statistics) statistics.print();
 }
 

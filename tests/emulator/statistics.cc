@@ -57,6 +57,8 @@ void Statistics::block(const Block& b) {
   single_ = single_ && !machine.launch.cooperative && b.cluster->blocks.size() == 1;
   before_ = now;
   ++blocks_;
+  warps_.resize(b.warps.size());
+  for (size_t i = 0; i < warps_.size(); ++i) warps_[i] += b.warps[i].executed;
   least_ = std::min(least_, b.executed), most_ = std::max(most_, b.executed);
 }
 
@@ -88,9 +90,11 @@ void Statistics::print() const {
   for (size_t i = 0; i < kKinds; ++i) {
     if (before_[i]) row(kNames[i], before_[i], least_kinds_[i], most_kinds_[i]);
   }
-  std::fprintf(stderr, "   shared memory: %llu accesses, %llu wavefronts (%.2f each)\n",
+  std::fprintf(stderr, "   a block's warps:");
+  for (uint64_t n : warps_) std::fprintf(stderr, " %.0f", n / blocks);
+  std::fprintf(stderr, "\n   shared memory: %llu accesses, %llu wavefronts (%.2f each, %.2f without bank conflicts)\n",
                static_cast<unsigned long long>(c.shared_accesses), static_cast<unsigned long long>(c.shared_wavefronts),
-               per(c.shared_wavefronts, c.shared_accesses));
+               per(c.shared_wavefronts, c.shared_accesses), per(c.shared_least, c.shared_accesses));
   std::fprintf(stderr,
                "   global memory: %llu accesses, %llu sectors of 32 bytes (%.2f each); bulk copies %llu bytes\n",
                static_cast<unsigned long long>(c.global_accesses), static_cast<unsigned long long>(c.global_sectors),
@@ -99,7 +103,7 @@ void Statistics::print() const {
   const char* mode = std::getenv("EMU_STATS");
   if (!mode || std::strcmp(mode, "lines") != 0) return;
   struct Line {
-    uint64_t all = 0;
+    uint64_t all = 0, accesses[2] = {}, work[2] = {};  // of shared and of global memory
     std::array<uint64_t, kKinds> kinds{};
   };
   std::map<std::pair<int, int>, Line> lines;
@@ -108,6 +112,10 @@ void Statistics::print() const {
     Line& line = lines[{in.file, in.line}];
     line.all += k.executed[i];
     line.kinds[static_cast<size_t>(k.code[i].kind)] += k.executed[i];
+    if (!k.work[i]) continue;
+    const Kind kind = k.code[i].kind;
+    const bool global = kind == Kind::kGlobalLoad || kind == Kind::kGlobalStore || kind == Kind::kCopy;
+    line.accesses[global] += k.executed[i], line.work[global] += k.work[i];
   }
   std::vector<std::pair<std::pair<int, int>, Line>> sorted(lines.begin(), lines.end());
   std::sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.second.all > b.second.all; });
@@ -122,6 +130,10 @@ void Statistics::print() const {
     for (size_t j = 0; j < kKinds; ++j) {
       if (line.kinds[j] * 10 >= line.all && line.all)
         std::fprintf(stderr, " %s %.0f %%;", kNames[j], 100.0 * line.kinds[j] / line.all);
+    }
+    for (int j = 0; j < 2; ++j) {
+      if (!line.work[j]) continue;
+      std::fprintf(stderr, " %.2f %s an access;", per(line.work[j], line.accesses[j]), j ? "sectors" : "wavefronts");
     }
     std::fprintf(stderr, "\n");
   }

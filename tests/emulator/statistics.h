@@ -19,7 +19,8 @@ class Statistics {
   uint64_t blocks_ = 0, least_ = ~uint64_t{0}, most_ = 0;
   Kinds least_kinds_{}, most_kinds_{}, before_{};
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-  bool single_ = true;  // blocks ran one at a time, so that a block's share of each kind is known
+  std::vector<uint64_t> warps_;  // instructions of the blocks' first warps, second warps, ...
+  bool single_ = true;           // blocks ran one at a time, so that a block's share of each kind is known
 };
 
 }  // namespace emulator

@@ -23,15 +23,8 @@ from . import build
 
 Array = NDArray[Any]
 MISTAKES = (
-    "none",
-    "no wait",
-    "early sums",
-    "no expect",
-    "past global",
-    "past shared",
-    "no barrier",
-    "misaligned",
-    "half barrier",
+    *("none", "no wait", "early sums", "no expect", "past global", "past shared", "no barrier", "misaligned"),
+    *("half barrier", "no fence"),
 )
 
 HAS_TOOLS = all(shutil.which(tool) for tool in ("nvcc", "make", "g++")) and (build.CUDA / "cuda.h").exists()
@@ -122,7 +115,7 @@ def wgmma(device: Device, mistake: str) -> tuple[Array, Array]:
     c = np.zeros((64, 8), np.float32)
     out = device.put(c)
     device.check(device.kernels.check_wgmma(device.put(tiled[0]), device.put(tiled[1]), out, MISTAKES.index(mistake)))
-    return device.get(out, c), a.astype(np.float32) @ b.astype(np.float32).T
+    return device.get(out, c), 2 * a.astype(np.float32) @ b.astype(np.float32).T
 
 
 @pytest.mark.parametrize("switch", [None, "EMU_LATE", "EMU_RACES", "EMU_SHUFFLE", "EMU_STATS"])
@@ -165,6 +158,22 @@ def test_races(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMU_RACES", "1")
     with pytest.raises(RuntimeError, match=r"race: .*no barrier between"):
         wgmma(device, "no barrier")
+
+
+def test_missing_proxy_fence(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMU_RACES", "1")
+    with pytest.raises(RuntimeError, match=r"written by st.* with no fence\.proxy\.async between"):
+        wgmma(device, "no fence")
+
+
+def test_launches_that_overlap(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = np.zeros(32, np.int32)
+    at = device.put(numbers)
+    monkeypatch.setenv("EMU_PDL", "1")
+    device.check(device.kernels.check_launches(at, MISTAKES.index("none")))
+    np.testing.assert_array_equal(device.get(at, numbers), 2 * np.arange(32))
+    with pytest.raises(RuntimeError, match=r"launch .*first_kernel.* no griddepcontrol\.wait"):
+        device.check(device.kernels.check_launches(at, MISTAKES.index("no wait")))
 
 
 def test_statistics(device: Device, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
