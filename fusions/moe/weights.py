@@ -374,25 +374,37 @@ def _masked_sum(r: Reader, router: Router, node: ir.Node) -> tuple[int, Weightin
     return None
 
 
+def _class_of(r: Reader, node: ir.Node, value: ir.Value) -> int | None:
+    """Which one of the classes a `Gather` takes, or a `Split` into single ones gives."""
+    if node.op_type == "Gather":
+        index = r.view.array(node.inputs[1])
+        return int(index.reshape(-1)[0]) if index is not None and index.size == 1 else None
+    sizes = r.view.ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    dims = static_dims(value)
+    axis = attribute_int(node, "axis", 0) % len(dims) if dims else 0
+    single = set(sizes) == {1} if sizes is not None else dims is not None and dims[axis] == 1
+    return list(node.outputs).index(value) if single else None
+
+
 def read_chosen(r: Reader, router: Router, value: ir.Value | None) -> int | None:
     """Which expert, of a mask over the choices that is true where they are this expert."""
     base = r.moved(value)
     while (cast := r.node(base, "Cast")) is not None:
         base = r.moved(cast.inputs[0])
-    node = r.node(base, "Equal", "Gather")
-    if node is None:
+    node = r.node(base, "Equal", "Gather", "Split")
+    if node is None or base is None:
         return None
-    if node.op_type == "Gather":
+    if node.op_type in ("Gather", "Split"):
         # one class of a one-hot tensor, its axes in any order
-        index, data = r.view.array(node.inputs[1]), node.inputs[0]
+        data, number = node.inputs[0], _class_of(r, node, base)
         dims = static_dims(data) if data is not None else None
-        if index is None or index.size != 1 or dims is None or data is None:
+        if number is None or dims is None or data is None:
             return None
         axis = attribute_int(node, "axis", 0) % len(dims)
         hot = r.attempt(read_one_hot, r.moved(data))
         if hot is None or hot[1] != router.experts or dims[axis] != router.experts or not is_ids(r, router, hot[0]):
             return None
-        return int(index.reshape(-1)[0]) % router.experts
+        return number % router.experts
     for ids, number in (node.inputs, node.inputs[::-1]):
         array = r.view.array(number)
         if array is not None and array.size == 1 and is_ids(r, router, ids):

@@ -70,7 +70,7 @@ def test_names_and_metadata_are_not_needed(name: str) -> None:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("name", ["moe_gather", "moe_where_rows"])
+@pytest.mark.parametrize("name", ["moe_gather", "moe_where_rows", "moe_where", "moe_gpt_oss"])
 def test_blocks_are_found_after_other_tools(name: str, tool: str) -> None:
     processed = TOOLS[tool](library.export(name).proto())
     report, after = fused(processed)
