@@ -396,15 +396,15 @@ def read_chosen(r: Reader, router: Router, value: ir.Value | None) -> int | None
         return None
     if node.op_type in ("Gather", "Split"):
         # one class of a one-hot tensor, its axes in any order
-        data, number = node.inputs[0], _class_of(r, node, base)
+        data, chosen = node.inputs[0], _class_of(r, node, base)
         dims = static_dims(data) if data is not None else None
-        if number is None or dims is None or data is None:
+        if chosen is None or dims is None or data is None:
             return None
         axis = attribute_int(node, "axis", 0) % len(dims)
         hot = r.attempt(read_one_hot, r.moved(data))
         if hot is None or hot[1] != router.experts or dims[axis] != router.experts or not is_ids(r, router, hot[0]):
             return None
-        return number % router.experts
+        return chosen % router.experts
     for ids, number in (node.inputs, node.inputs[::-1]):
         array = r.view.array(number)
         if array is not None and array.size == 1 and is_ids(r, router, ids):
