@@ -76,6 +76,17 @@ class MoeOp(FusedOp):
             plan += [Case(f"{_TURN}{i}", plan[0].sizes, required=True) for i in range(turns)]
         return plan
 
+    def unforeseen(self, candidate: Candidate, rng: np.random.Generator) -> list[Case]:
+        sizes = self.sizes(candidate)
+        drawn = {"batch": rng.permutation(np.arange(3, 8)), "tokens": rng.permutation(np.arange(5, 13))}
+        fixed = {"batch": sizes.get("batch", 1), "tokens": sizes.get("tokens")}
+        if all(isinstance(number, int) for number in fixed.values()):
+            return []
+        return [
+            Case("normal", {n: number if isinstance(number, int) else int(drawn[n][i]) for n, number in fixed.items()})
+            for i in range(2)
+        ]
+
     def draw(self, candidate: Candidate, case: Case, seed: int) -> Arrays:
         config: MoeConfig = candidate.config
         made = design(config)
