@@ -121,13 +121,17 @@ __global__ void __launch_bounds__(128)
 }
 
 // The second is launched so that it may begin before the first has ended.
-__global__ void first_kernel(int* numbers) {
+__global__ void first_kernel(int* numbers, int mistake) {
+  numbers[32 + threadIdx.x] = 1;
+  if (mistake != kNoFence) __threadfence();
+  __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;");
   numbers[threadIdx.x] = threadIdx.x;
 }
 __global__ void second_kernel(int* numbers, int mistake) {
+  const int factor = 1 + __ldcg(numbers + 32 + threadIdx.x);  // was there before this kernel could begin
   if (mistake != kNoWait) asm volatile("griddepcontrol.wait;" ::: "memory");
-  numbers[threadIdx.x] *= 2;
+  numbers[threadIdx.x] *= factor;
 }
 
 }  // namespace
@@ -145,7 +149,7 @@ extern "C" int check_wgmma(const void* a, const void* b, float* c, int mistake) 
   return cudaGetLastError();
 }
 extern "C" int check_launches(int* numbers, int mistake) {
-  first_kernel<<<1, 32>>>(numbers);
+  first_kernel<<<1, 32>>>(numbers, mistake);
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -41,7 +41,7 @@ void end_dependence() {
 
 void forget_dependence() { previous.reset(); }
 
-void note_global(const Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write) {
+void note_global(Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write) {
   for (uint64_t word = address / 4; word <= (address + bytes - 1) / 4; ++word) {
     for (const auto& other : w.waited ? current->after_wait : current->before_wait) {
       if (other->written.count(word) || (write && other->read.count(word))) {
@@ -50,7 +50,11 @@ void note_global(const Warp& w, const Inst& in, uint64_t address, uint64_t bytes
                   " touches, which may still be running: no griddepcontrol.wait orders them");
       }
     }
-    (write ? current->written : current->read).insert(word);
+    if (w.block->let) {
+      (write ? current->written : current->read).insert(word);
+    } else if (write) {
+      w.unfenced.push_back(word);
+    }
   }
 }
 
@@ -60,8 +64,25 @@ void wait_for_launches(Warp& w) {
   w.block->waited = true;
 }
 
+void end_block(Block& b) {
+  if (b.let) return;
+  b.let = true;
+  auto add = [](std::vector<uint64_t>* words) {
+    current->written.insert(words->begin(), words->end());
+    words->clear();
+  };
+  for (Warp& w : b.warps) add(&w.unfenced);
+  add(&b.unfenced);
+}
+
 void let_launches(Warp& w) {
   if (!w.waited) current->early = true;
+  end_block(*w.block);
+}
+
+void fence_global(Warp& w) {
+  w.unfenced.clear();
+  w.block->unfenced.clear();  // what barriers have handed on
 }
 
 }  // namespace emulator

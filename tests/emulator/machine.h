@@ -173,9 +173,10 @@ struct Warp {
   std::vector<std::shared_ptr<Multiplication>> products;
   std::deque<std::vector<std::shared_ptr<Multiplication>>> product_groups;
   uint64_t executed = 0;
-  Clock clock;          // with EMU_RACES
-  uint64_t fenced = 0;  // Machine::order at its last fence.proxy.async
-  bool waited = false;  // is ordered after a griddepcontrol.wait of the block
+  Clock clock;                     // with EMU_RACES
+  uint64_t fenced = 0;             // Machine::order at its last fence.proxy.async
+  bool waited = false;             // is ordered after a griddepcontrol.wait of the block
+  std::vector<uint64_t> unfenced;  // words of global memory that it has written since its last fence, with EMU_PDL
 
   uint32_t* row32(Ref r) const { return reinterpret_cast<uint32_t*>(base[r & 1] + (r & ~1)); }
   uint64_t* row64(Ref r) const { return reinterpret_cast<uint64_t*>(base[r & 1] + (r & ~1)); }
@@ -202,7 +203,9 @@ struct Block {
   NamedBarrier barriers[16];
   int running = 0;
   uint64_t executed = 0;
-  bool waited = false;  // one of its warps has done griddepcontrol.wait
+  bool waited = false;             // one of its warps has done griddepcontrol.wait
+  bool let = false;                // one of its warps has done griddepcontrol.launch_dependents
+  std::vector<uint64_t> unfenced;  // of all warps, from before their last barrier
   std::shared_ptr<Words> words;
   std::map<uint32_t, Clock> clocks;  // of its mbarriers
 };

@@ -90,7 +90,7 @@ bool device_free(void* data) {
   return true;
 }
 
-char* global_address(const Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write) {
+char* global_address(Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write) {
   if (machine.dependence) note_global(w, in, address, bytes, write);
   if (address >= in.low && address + bytes <= in.high && !(address & (bytes - 1))) {
     return reinterpret_cast<char*>(address);
@@ -110,7 +110,7 @@ char* global_address(const Warp& w, const Inst& in, uint64_t address, unsigned b
   return reinterpret_cast<char*>(address);
 }
 
-void check_range(const Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write) {
+void check_range(Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write) {
   if (machine.dependence) note_global(w, in, address, bytes, write);
   if ((address >= in.low && address + bytes <= in.high) || unchecked()) return;
   const Region* r = find_region(address);
@@ -157,7 +157,7 @@ char* local_address(const Warp& w, const Inst& in, uint64_t offset, unsigned byt
   return w.local + lane * size + offset;
 }
 
-char* generic_address(const Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write, int lane) {
+char* generic_address(Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write, int lane) {
   switch (address >> 56) {
     case kSharedWindow >> 56:
       return shared_address(w, in, static_cast<uint32_t>(address), bytes, write);

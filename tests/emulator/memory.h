@@ -26,12 +26,12 @@ void* device_malloc(size_t bytes);
 bool device_free(void* data);
 
 // Where lane addresses lie on the host. Faults at what is not there, not aligned or not to be written.
-char* global_address(const Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write);
+char* global_address(Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write);
 char* shared_address(const Warp& w, const Inst& in, uint32_t address, unsigned bytes, bool write);
 // The same for what is no data: barriers and flags.
 char* shared_location(const Warp& w, const Inst& in, uint32_t address, unsigned bytes, Block** owner = nullptr);
 char* local_address(const Warp& w, const Inst& in, uint64_t offset, unsigned bytes, int lane);
-char* generic_address(const Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write, int lane);
+char* generic_address(Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write, int lane);
 
 // Addresses of the lanes of an instruction that has its address in operand `r` and its offset in `number`.
 inline void lane_addresses(const Warp& w, const Inst& in, Ref r, uint64_t* out) {
@@ -45,7 +45,7 @@ inline void lane_addresses(const Warp& w, const Inst& in, Ref r, uint64_t* out) 
 }
 
 // Faults unless the kernel may touch all of these bytes.
-void check_range(const Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write);
+void check_range(Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write);
 
 // What the memory system has to do for an access of the warp: wavefronts of shared memory, sectors of global memory.
 void count_shared(const Inst& in, const uint64_t* addresses, uint32_t lanes, unsigned bytes);

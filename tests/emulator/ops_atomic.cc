@@ -80,7 +80,7 @@ struct AddPair {
 };
 
 // Atomics in shared memory do not race with each other.
-char* anywhere(const Warp& w, const Inst& in, uint64_t address, unsigned bytes, int lane) {
+char* anywhere(Warp& w, const Inst& in, uint64_t address, unsigned bytes, int lane) {
   if (address >> 56 == kSharedWindow >> 56) return shared_location(w, in, static_cast<uint32_t>(address), bytes);
   return generic_address(w, in, address, bytes, true, lane);
 }

@@ -125,6 +125,9 @@ void open_barrier(NamedBarrier& bar) {
     each->state = WarpState::kReady;
     if (machine.races) acquire(*each, bar.clock);
     each->waited |= bar.waited;
+    auto& before = each->block->unfenced;
+    before.insert(before.end(), each->unfenced.begin(), each->unfenced.end());
+    each->unfenced.clear();
     const Inst& own = *(each->pc - 1);
     if (own.number == 'p') {
       std::fill_n(each->row32(own.r[2]), kLanes, bar.reduction);

@@ -49,6 +49,10 @@ void start_launches(Warp& w, const Inst&, uint32_t) {
 
 void proxy_fence(Warp& w, const Inst&, uint32_t) { w.fenced = ++machine.order; }
 
+void gpu_fence(Warp& w, const Inst&, uint32_t) {
+  if (machine.dependence) fence_global(w);
+}
+
 void nothing(Warp&, const Inst&, uint32_t) {}
 
 }  // namespace
@@ -74,6 +78,8 @@ bool lower_control(Lowering& l) {
     l.run(l.op(1) == "wait" ? wait_launches : start_launches, Kind::kOther);
   } else if (op == "fence" && l.op(1) == "proxy" && l.op(2) == "async") {
     l.run(proxy_fence, Kind::kBarrier);
+  } else if ((op == "membar" && l.op(1) != "cta") || (op == "fence" && (l.has("gpu") || l.has("sys")))) {
+    l.run(gpu_fence, Kind::kBarrier);
   } else if (op == "setmaxnreg" || op == "fence" || op == "membar" || op == "pmevent") {
     l.run(nothing, op == "fence" || op == "membar" ? Kind::kBarrier : Kind::kOther);
   } else {

@@ -168,7 +168,7 @@ inline uint32_t swizzled(uint32_t address, int swizzle) {
   return address ^ (address >> 7 & bits) << 4;
 }
 
-const TensorMap& map_at(const Warp& w, const Inst& in, int k, int lane) {
+const TensorMap& map_at(Warp& w, const Inst& in, int k, int lane) {
   const uint64_t address = address_at(w, in, k, lane);
   if (address % 64) fault(w, in, "the tensor map is not aligned to 64 bytes");
   check_range(w, in, address, sizeof(TensorMap), false);

@@ -101,6 +101,7 @@ void leave(Warp& w, uint32_t lanes) {
   finish_copies(w);
   Block& b = *w.block;
   --b.running, --b.cluster->running;
+  if (machine.dependence && !b.running) end_block(b);
   recheck(b);
   pause(w);
 }
