@@ -73,5 +73,8 @@ def concrete(value: ir.Value, env: Mapping[str, int]) -> list[int]:
         name = symbol(dim)
         if name is None:
             raise UnknownDim(f"an axis of {value.name!r} has neither a size nor a name")
-        dims.append(evaluate(name, env))
+        try:
+            dims.append(evaluate(name, env))
+        except UnknownDim as error:
+            raise UnknownDim(f"{name}, a size of {value.name!r}, is none of the operands'") from error
     return dims

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,8 @@ class GraphView:
         self._owner: dict[ir.Node, ir.Node] = {}
         self._constant: set[ir.Value] = set()
         self._arrays: dict[ir.Value, np.ndarray] = {}
+        self._inputs: dict[ir.Node, tuple[ir.Value, ...]] = {}
+        self._borders: dict[ir.Value, bool] = {}
         self.position: dict[ir.Node, int] = {}
         for i, node in enumerate(graph):
             self.position[node] = i
@@ -161,11 +163,11 @@ class GraphView:
                 stack.extend(v for v in producer.inputs if v is not None)
         nodes.sort(key=lambda n: self.position.get(n, 0))
         proto = onnx.helper.make_graph(
-            [ir.to_proto(n) for n in nodes],
+            [ir.serde.serialize_node(n) for n in nodes],
             "constant",
             [],
             [onnx.ValueInfoProto(name=value.name)],
-            [_named(ir.to_proto(v.const_value), v.name) for v in leaves if v.const_value is not None],
+            [_named(ir.serde.serialize_tensor(v.const_value), v.name) for v in leaves if v.const_value is not None],
         )
         opset = self.graph.opset_imports.get("", 18)
         model = onnx.helper.make_model(proto, opset_imports=[onnx.helper.make_opsetid("", opset)])
@@ -189,10 +191,13 @@ class GraphView:
 
     # --- neighbours ---------------------------------------------------------------------------------------------
 
-    def inputs_of(self, node: ir.Node) -> Iterator[ir.Value]:
+    def inputs_of(self, node: ir.Node) -> tuple[ir.Value, ...]:
         """All values a node reads, captured ones of its subgraphs too."""
-        yield from (v for v in node.inputs if v is not None)
-        yield from self._captured.get(node, ())
+        found = self._inputs.get(node)
+        if found is None:
+            found = (*(v for v in node.inputs if v is not None), *self._captured.get(node, ()))
+            self._inputs[node] = found
+        return found
 
     def users(self, value: ir.Value) -> list[ir.Node]:
         """Nodes of this graph that read the value; a use inside a subgraph counts as its outer node's."""
@@ -252,15 +257,19 @@ class GraphView:
 
     def is_border(self, value: ir.Value) -> bool:
         """Where a backward walk from a block's output stops: graph inputs, constants, linear layers, convolutions."""
-        producer = value.producer()
-        if producer is None or self.is_const(value):
-            return True
-        return (
-            self.is_integer(value)
-            or self.is_linear(producer)
-            or self.is_depthwise(producer)
-            or self.is_opaque(producer)
-        )
+        known = self._borders.get(value)
+        if known is None:
+            producer = value.producer()
+            known = (
+                producer is None
+                or self.is_const(value)
+                or self.is_integer(value)
+                or self.is_linear(producer)
+                or self.is_depthwise(producer)
+                or self.is_opaque(producer)
+            )
+            self._borders[value] = known
+        return known
 
 
 def _named(tensor: onnx.TensorProto, name: str | None) -> onnx.TensorProto:

@@ -129,6 +129,11 @@ class FusedOp(ABC):
                 NotExtractable where no probe can.
         """
 
+    def unforeseen(self, candidate: Candidate, rng: np.random.Generator) -> list[Case]:
+        """More runs, of sizes that depend on the structure itself: ``rng`` is seeded by its hash. A graph that differs
+        but at the sizes of :meth:`plan` (a slice from ``(B - 1) * (B - 2) * (B - 3)`` on) cannot foresee them."""
+        return []
+
     @abstractmethod
     def draw(self, candidate: Candidate, case: Case, seed: int) -> Arrays:
         """The op's operands for one case, float32 where they are floats; parameters need not be among them."""

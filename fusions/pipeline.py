@@ -12,6 +12,7 @@ from ..custom_ops.common.quantize_matrix import Statistics
 from ..custom_ops.common.scheme import Scheme
 from . import plugins
 from .cleanup import cleanup_passes
+from .cleanup.axes import NameAxes
 from .fuse import FusePass
 from .kda.fuse import FuseKda
 from .mla.fuse import FuseMla
@@ -101,7 +102,8 @@ def fuse_model(
         for fuser in (*FUSERS, *outside.fusers)
         if fusions is None or fuser.op.key in fusions
     ]
-    passes: list[Pass] = [*cleanup_passes(), *(other() for other in outside.passes), *fusers]
+    axes = NameAxes()
+    passes: list[Pass] = [axes, *cleanup_passes(), *(other() for other in outside.passes), *fusers]
     if latent_cache and not dry_run and any(fuser.op.key == "mla" for fuser in fusers):
         passes.append(LatentCache(verify=verify))
     quantizer = Quantize(quantize, statistics, progress, Sources(work)) if quantize and not dry_run else None
@@ -110,6 +112,7 @@ def fuse_model(
     if target == "portable" and not dry_run:
         passes.append(InlineFunctions({"deltafuse", *outside.domains}))
     report.passes = PassManager(passes, progress)(work)
+    axes.restore(work)
     report.regions = [region for fuser in fusers for region in fuser.regions]
     report.repairs = [n for p in report.passes if p.name.startswith("repair") for n in p.notes]
     report.repairs += [f"{r.name}: {n}" for r in report.regions for n in r.notes if n.startswith("repaired")]

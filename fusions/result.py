@@ -73,7 +73,8 @@ class PassReport:
 class QuantizedTensor:
     """One weight matrix (of all experts, where it is a stack) that was quantized.
 
-    ``error``: relative L2 norm of the difference from the weights before. ``calibrated``: statistics were used.
+    ``error``: relative L2 norm of the difference from the weights before; ``product_error``: of what they make of the
+    samples of a calibration that holds rows. ``calibrated``: statistics were used.
     """
 
     name: str
@@ -83,11 +84,14 @@ class QuantizedTensor:
     bytes_before: int
     bytes_after: int  # with scales and zero points
     calibrated: bool = False
+    product_error: float | None = None
 
 
 @dataclass
 class QuantizationReport:
-    """What was asked for by group, what was done, what was left alone and why; bytes of all weights of the model."""
+    """What was asked for by group, what was done, what was left alone and why; bytes of all weights of the model.
+
+    ``algorithm``: "nearest", "aware" or "gptq" (``quantize.spec.ALGORITHMS``)."""
 
     schemes: dict[str, str] = field(default_factory=dict)
     calibration: str = ""
@@ -95,6 +99,7 @@ class QuantizationReport:
     notes: list[str] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
+    algorithm: str = "nearest"
 
 
 @dataclass

@@ -87,13 +87,11 @@ ORT_OPS: dict[str, tuple[int, int]] = {
 }
 
 #: The op of com.microsoft that stands in for a fused node that deltafuse's kernels refuse, by the fused op.
-STAND_INS: dict[str, str] = {"KimiDeltaAttention": "LinearAttention"}
+STAND_INS: dict[str, str] = {"KimiDeltaAttention": "LinearAttention", "GroupedQMoE": "QMoE"}
 #: Why no op of ONNX Runtime stands in for others: their function bodies run.
 NO_STAND_IN: dict[str, str] = {
     "LatentAttention": "no op of ONNX Runtime takes a cache of latents (MultiHeadAttention and Attention take keys and "
     "values of every head, GroupQueryAttention those of one width)",
-    "GroupedQMoE": "ONNX Runtime's QMoE holds int4 and int8 weights with an offset that these do not have, so all "
-    "would have to be written anew, and takes no shared expert and no router whose choice is the same to the last bit",
 }
 
 

@@ -8,6 +8,7 @@ methods do), and each column's rounding error is made up for in the columns afte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +39,7 @@ class Quantized:
         scale: ``[ceil(rows / block_rows), ceil(cols / block_size)]``, or None for bfloat16.
         zero_point: int16 of the scale's shape, or None.
         error, norm: squared L2 norms of the difference and of the matrix itself.
+        product_error, product_norm: squared L2 norms of the same times the samples of the statistics; 0 without any.
     """
 
     stored: Array
@@ -45,6 +47,8 @@ class Quantized:
     zero_point: Array | None
     error: float
     norm: float
+    product_error: float = 0.0
+    product_norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,25 @@ class Statistics:
 
     mean_square: NDArray[Any]
     gram: NDArray[np.float64] | None = None
+
+    @cached_property
+    def feedback(self) -> Float | None:
+        """How a column's error is spread over the columns after it: the upper Cholesky factor of the damped gram's
+        inverse. None without a gram, or where it can't be inverted. Found once, for all matrices with these inputs."""
+        if self.gram is None:
+            return None
+        gram = self.gram.copy()
+        diagonal = np.diag(gram)
+        dead = diagonal <= 0
+        if np.all(dead):
+            return None
+        damp = _DAMP * float(np.mean(diagonal[~dead]))
+        gram[dead, dead] = 1.0
+        gram[np.diag_indices_from(gram)] += damp
+        try:
+            return np.linalg.cholesky(np.linalg.inv(gram)).T.astype(np.float32)
+        except np.linalg.LinAlgError:
+            return None
 
     @classmethod
     def of(cls, rows: Array) -> Statistics | None:
@@ -148,20 +171,9 @@ def _integer_scales(
     return best
 
 
-def _with_feedback(
-    matrix: Float, scale: Float, zero: Float | None, kind: str, gram: NDArray[np.float64]
-) -> Float | None:
-    """Numbers of all columns, each column's error made up for in those after it; None where that can't be solved."""
+def _with_feedback(matrix: Float, scale: Float, zero: Float | None, kind: str, inverse: Float) -> Float:
+    """Numbers of all columns, each column's error made up for in those after it (``Statistics.feedback``)."""
     low, high = LIMITS[kind]
-    gram = gram.copy()
-    diagonal = np.diag(gram)
-    dead = diagonal <= 0
-    gram[dead, dead] = 1.0
-    gram[np.diag_indices_from(gram)] += _DAMP * float(np.mean(diagonal[~dead]))
-    try:
-        inverse = np.linalg.cholesky(np.linalg.inv(gram)).T.astype(np.float32)
-    except np.linalg.LinAlgError:
-        return None
     left, numbers = matrix.copy(), np.empty_like(matrix)
     cols = matrix.shape[1]
     for start in range(0, cols, _STEP):
@@ -216,13 +228,13 @@ def quantize_matrix(
     def value(of: Float) -> Float:
         return (of if deep_zero is None else of - deep_zero) * deep_scale
 
+    product = product_norm = 0.0
     if statistics is not None and statistics.gram is not None:
-        gram = statistics.gram
-        better = _with_feedback(wide, deep_scale, deep_zero, scheme.kind, gram)
-        if better is not None and _product_error(wide - value(better), gram) < _product_error(
-            wide - value(numbers), gram
-        ):
-            numbers = better
+        gram, inverse = statistics.gram, statistics.feedback
+        product, product_norm = _product_error(wide - value(numbers), gram), _product_error(wide, gram)
+        better = None if inverse is None else _with_feedback(wide, deep_scale, deep_zero, scheme.kind, inverse)
+        if better is not None and (lower := _product_error(wide - value(better), gram)) < product:
+            numbers, product = better, lower
     difference = wide - value(numbers)
     return Quantized(
         numbers.astype(np.int8 if low < 0 else np.uint8),
@@ -230,6 +242,8 @@ def quantize_matrix(
         None if zero is None else zero.astype(np.int16),
         float(np.vdot(difference, difference)),
         norm,
+        product,
+        product_norm,
     )
 
 

@@ -8,9 +8,11 @@ Two forms of the attention over a cache of latents: absorbed (queries go into th
 key of R + Dr channels) and expanded (keys and values of every head are made). Which one does less work depends on the
 number of new tokens: see :func:`absorbed_up_to`.
 
-ONNX Runtime (1.27 to 1.32) crashes when it loads a model whose sizes it knows, if an ``If`` in a branch of an ``If``
-holds both the ``Shape`` of an outer value and a subgraph that captures this value: it inlines the branches that are
-taken and loses the value. So the body has no ``If`` in an ``If``, and all sizes are taken outside of subgraphs.
+ONNX Runtime (1.27 to 1.32) does not survive its own inlining of an ``If`` whose condition it can compute, where that
+``If`` is in a branch that is inlined too and a subgraph behind it captures a value: ``If(True) { If(True) { y =
+Relu(x); If(c) { Neg(y) } } }`` crashes or loses ``y``. 1.27 does not load a model either where a branch that it inlines
+has a constant of more than 127 bytes that it has folded itself. Both came up where it knew all sizes. So the body's
+conditions are never constants for it (:meth:`_Body.at_most`), and there is no ``If`` in an ``If``.
 """
 
 from __future__ import annotations
@@ -221,8 +223,7 @@ class _Body:
             "then_branch": b.subgraph("at_once", [], lambda g: [at_once(g)]),
             "else_branch": b.subgraph("in_parts", [], lambda g: [in_parts(g)]),
         }
-        few = b.op("LessOrEqual", b.squeeze(cache.tokens, 0), b.const(QUERIES))
-        return b.ops("If", [few], 1, **branches)[0]
+        return b.ops("If", [self.at_most(cache, QUERIES)], 1, **branches)[0]
 
     def attend(self) -> tuple[ir.Value, Cached]:
         """Outputs [B, H, S, Dv] and the caches after the call."""
@@ -268,12 +269,18 @@ class _Body:
             return absorbed(b)[0], cached
         if self.seq_len is not None:
             return expanded(b)[0], cached
-        few = b.op("LessOrEqual", b.squeeze(cache.tokens, 0), b.const(most))
         branches = {
             "then_branch": b.subgraph("absorbed", [], absorbed),
             "else_branch": b.subgraph("expanded", [], expanded),
         }
-        return b.ops("If", [few], 1, **branches)[0], cached
+        return b.ops("If", [self.at_most(cache, most)], 1, **branches)[0], cached
+
+    def at_most(self, cache: Cache, most: int) -> ir.Value:
+        """Are there at most so many new tokens? A condition that no optimizer can fold: see the top."""
+        b = self.builder
+        nothing = b.cast(b.slice(self.inputs["q"], 2, 0, 0), ir.DataType.BOOL)
+        zero = b.dim(b.op("NonZero", nothing), 1)  # what is not known before the run
+        return b.op("LessOrEqual", b.squeeze(b.add(cache.tokens, zero), 0), b.const(most))
 
     def weights_of(self, b: GraphBuilder) -> tuple[ir.Value, ir.Value]:
         """For the absorbed form: latent to keys [H, Dn, R], latent to values [H, R, Dv]."""

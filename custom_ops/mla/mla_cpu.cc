@@ -198,7 +198,7 @@ const char* cpu_forward(const Params& p, void* workspace, ParallelFor parallel, 
   run(kernels.prepare, (tokens + cpu::kPrepareTokens - 1) / cpu::kPrepareTokens);
   if (plan.absorbed) {
     run(kernels.absorb, tiles * p.num_heads);
-    run(kernels.absorbed, p.batch * plan.tiles * plan.splits);
+    run(kernels.absorbed, p.batch * plan.tiles * plan.parts);
     run(kernels.project, tiles * p.num_heads);
     return nullptr;
   }

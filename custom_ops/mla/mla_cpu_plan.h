@@ -11,7 +11,8 @@ namespace deltafuse::mla::cpu {
 
 constexpr int64_t kTile = 64;     // rows of queries in a task, rows of a weight converted at once
 constexpr int64_t kBlock = 64;    // keys worked on at once
-constexpr int64_t kSplit = 1024;  // keys in a task where few rows share a long cache
+constexpr int64_t kPart = 256;    // absorbed: keys in a task, at least
+constexpr int64_t kParts = 32;    // absorbed: tasks that the tiles of one row of the batch are cut into, at most
 constexpr int64_t kColumns = 32;  // output columns are padded to this: a multiple of every instruction set's block
 constexpr int64_t kPad = 16;      // summed channels are padded to this: a multiple of every vector
 constexpr int64_t kPrepareTokens = 16;       // new tokens prepared in a task
@@ -51,7 +52,8 @@ struct Plan {
   int64_t workers = 1;     // calls of the parallel callback; each takes tasks until none is left
   int64_t rows = 0;        // rows of queries that share keys: S * H absorbed, S expanded
   int64_t tiles = 0;       // of kTile rows
-  int64_t splits = 1;      // absorbed: parts of the keys, each with a state of its own
+  int64_t most_parts = 1;  // absorbed: of the keys of one row of the batch; each has a state of its own
+  int64_t parts = 1;       // room for so many: fewer where the cache is short
   int64_t heads = 1;       // expanded: heads worked on at once
   int64_t chunk = 0;       // expanded: keys worked on at once, a multiple of kBlock
   int64_t fresh_keys = 0;  // expanded: rows of keys and values kept for one head and row of the batch
@@ -65,7 +67,7 @@ struct Plan {
   // Workspace, offsets in floats.
   size_t fresh = 0;     // [B * S][row_pad] latents and rotated keys of the new tokens
   size_t queries = 0;   // absorbed: [B][S * H][row_pad], scaled
-  size_t states = 0;    // absorbed: [B][splits][S * H][state_row]; expanded: [B][heads][S][state_row]
+  size_t states = 0;    // absorbed: [B][parts][S * H][state_row]; expanded: [B][heads][S][state_row]
   size_t expanded = 0;  // expanded: [B][heads][fresh_keys][key_pad + value_pad]
   size_t scratch = 0;   // [workers][scratch_floats]
   size_t floats = 0;    // of all
@@ -97,7 +99,10 @@ inline Plan MakePlan(const Params& p, int64_t threads) {
   plan.width = plan.absorbed ? RoundUp(rank, kColumns) : plan.value_pad;
   plan.state_row = plan.width + kPad;
   const int64_t keys = Keys(p);
-  if (plan.absorbed && plan.rows <= kTile) plan.splits = Max(1, (keys + kSplit - 1) / kSplit);
+  if (plan.absorbed) {
+    plan.most_parts = Max(1, kParts / Max(1, plan.tiles));
+    plan.parts = Max(1, Min(plan.most_parts, (keys + kPart - 1) / kPart));
+  }
   const int64_t expanded_row = plan.key_pad + plan.value_pad;
   if (!plan.absorbed) {
     const int64_t needed = p.cache == Cache::kExpanded ? p.seq_len : keys;
@@ -106,7 +111,7 @@ inline Plan MakePlan(const Params& p, int64_t threads) {
     plan.fresh_keys = Min(needed, plan.chunk);
     plan.heads = needed <= most ? Max(1, Min(most / Max(needed, 1), p.num_heads)) : 1;
   }
-  const int64_t tasks = Max(p.batch, 1) * Max(p.num_heads, plan.tiles * plan.splits);
+  const int64_t tasks = Max(p.batch, 1) * Max(p.num_heads, plan.tiles * plan.parts);
   plan.workers = Max(1, Min(Min(tasks, threads), kMaxWorkers));
 
   size_t at = 0;
@@ -128,12 +133,18 @@ inline Plan MakePlan(const Params& p, int64_t threads) {
   at = 0;
   plan.fresh = take(p.batch * p.seq_len * plan.row_pad);
   if (plan.absorbed) plan.queries = take(p.batch * plan.rows * plan.row_pad);
-  plan.states = take(p.batch * (plan.absorbed ? plan.splits : plan.heads) * plan.rows * plan.state_row);
+  plan.states = take(p.batch * (plan.absorbed ? plan.parts : plan.heads) * plan.rows * plan.state_row);
   // the last block is read in whole vectors of rows
   if (!plan.absorbed) plan.expanded = take((p.batch * plan.heads * plan.fresh_keys + kPad) * expanded_row);
   plan.scratch = at;
   plan.floats = at + static_cast<size_t>(plan.workers) * plan.scratch_floats;
   return plan;
+}
+
+// Absorbed: keys in a part, where a row of the batch has `total`. Nothing else counts, so that a row's bits depend on
+// nothing beside it.
+inline int64_t PartKeys(const Plan& plan, int64_t total) {
+  return Max(kPart, RoundUp((total + plan.most_parts - 1) / plan.most_parts, kBlock));
 }
 
 // What a task needs besides the plan.

@@ -22,6 +22,15 @@ DELTAFUSE_INLINE uint8_t ToFloat8(float x) {
   return static_cast<uint8_t>(sign | (code < 0x7eu ? code : 0x7eu));
 }
 
+// float8 e4m3fn codes as numbers. No step makes a subnormal float32, so the processor may flush those to zero.
+DELTAFUSE_INLINE Vec FromFloat8(UVec codes) {
+  const UVec magnitude = codes & SplatU(127u);
+  const UVec small = AsBits(__builtin_convertvector((IVec)magnitude, Vec) * Splat(0x1p-9f));  // below 2^-6
+  UVec bits = magnitude < SplatU(8u) ? small : (magnitude << 20) + SplatU(120u << 23);
+  bits = magnitude == SplatU(127u) ? SplatU(0x7fc00000u) : bits;
+  return AsFloat(bits | (codes & SplatU(128u)) << 24);
+}
+
 // The new token `token` of row `row`: which row of cos and sin.
 DELTAFUSE_INLINE int64_t AngleRow(const Params& p, int64_t row, int64_t token) {
   if (p.position_ids) return p.position_ids[row * p.position_batch_stride + token];
@@ -80,7 +89,13 @@ static void LoadCached(const Call& call, float* to, int64_t slot, int64_t padded
     for (int64_t g = 0; g < groups; ++g) {
       const float scale = p.past_latent_scale[slot * groups + g];
       const int64_t end = Min(rank, (g + 1) * 128);
-      for (int64_t c = g * 128; c < end; ++c) to[c] = call.float8[codes[c]] * scale;
+      uint32_t wide[128] = {};
+      for (int64_t c = g * 128; c < end; ++c) wide[c - g * 128] = codes[c];
+      for (int64_t c = g * 128; c < end; c += kLanes) {
+        UVec part;
+        __builtin_memcpy(&part, wide + (c - g * 128), sizeof(part));
+        Store(to + c, FromFloat8(part) * Splat(scale));
+      }
     }
   }
   LoadRow(to + rank, p.past_k_rope, p.dtype, slot * rope, rope, padded - rank);
@@ -170,8 +185,19 @@ static void LoadWeight(const Params& p, float* to, int64_t ld, int64_t from, int
                        int64_t channel, int64_t width) {
   const int64_t both = int64_t{p.qk_nope_head_dim} + p.v_head_dim, row = both * p.num_heads;
   for (int64_t i = 0; i < count; ++i) {
+    if (i + 8 < count) PrefetchRow(p.kv_b_weight, p.dtype, (from + i + 8) * row + head * both + channel, width);
     LoadRow(to + i * ld, p.kv_b_weight, p.dtype, (from + i) * row + head * both + channel, width, ld);
   }
+}
+
+// The same where it lies, for few rows of queries, which would not make up for a copy: null where it cannot be read so.
+// The products read whole vectors of rows and of channels.
+DELTAFUSE_INLINE const float* WeightInPlace(const Params& p, int64_t rows, int64_t from, int64_t count, int64_t head,
+                                            int64_t channel, int64_t width, int64_t* ld) {
+  const int64_t both = int64_t{p.qk_nope_head_dim} + p.v_head_dim;
+  if (p.dtype != DType::kFloat32 || rows > 8 || count % kPad != 0 || width % kColumns != 0) return nullptr;
+  *ld = both * p.num_heads;
+  return static_cast<const float*>(p.kv_b_weight) + from * *ld + head * both + channel;
 }
 
 DELTAFUSE_INLINE float GateOf(const Params& p, int64_t row, int64_t token, int64_t head) {

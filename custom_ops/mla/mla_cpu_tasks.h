@@ -29,8 +29,13 @@ static void RunAbsorb(const Call& call, int64_t task, float* scratch) {
   }
   for (int64_t c = 0; c < rank; c += kTile) {
     const int64_t count = Min(kTile, rank - c);
-    LoadWeight(p, weight, plan.nope_pad, c, count, head, 0, p.qk_nope_head_dim);
-    DotRows(rows, count, plan.nope_pad, left, plan.nope_pad, weight, plan.nope_pad, result, kTile);
+    int64_t ld = plan.nope_pad;
+    const float* from = WeightInPlace(p, rows, c, count, head, 0, p.qk_nope_head_dim, &ld);
+    if (from == nullptr) {
+      LoadWeight(p, weight, ld, c, count, head, 0, p.qk_nope_head_dim);
+      from = weight;
+    }
+    DotRows(rows, count, plan.nope_pad, left, plan.nope_pad, from, ld, result, kTile);
     for (int64_t r = 0; r < rows; ++r) {
       __builtin_memcpy(to + r * step + c, result + r * kTile, static_cast<size_t>(count) * sizeof(float));
     }
@@ -42,34 +47,35 @@ static void RunAbsorbed(const Call& call, int64_t task, float* scratch) {
   const Params& p = *call.params;
   const Plan& plan = call.plan;
   Tile tile;
-  const int64_t split = task % plan.splits, number = task / plan.splits % plan.tiles;
-  tile.batch = task / plan.splits / plan.tiles;
+  const int64_t part = task % plan.parts, number = task / plan.parts % plan.tiles;
+  tile.batch = task / plan.parts / plan.tiles;
   tile.head = 0;
   tile.first = number * kTile;
   tile.rows = Min(kTile, plan.rows - tile.first);
   tile.there = There(p, tile.batch);
   tile.total = tile.there + p.seq_len;
+  const int64_t size = PartKeys(plan, tile.total), start = part * size;
+  if (start >= tile.total) return;  // this row has fewer parts
   tile.ld = plan.row_pad;
   tile.queries = call.base + plan.queries + (tile.batch * plan.rows + tile.first) * plan.row_pad;
-  tile.states =
-      call.base + plan.states + ((tile.batch * plan.splits + split) * plan.rows + tile.first) * plan.state_row;
+  tile.states = call.base + plan.states + ((tile.batch * plan.parts + part) * plan.rows + tile.first) * plan.state_row;
   ClearStates(call, tile);
-  const bool cut = plan.splits > 1;
-  Attend(call, tile, cut ? split * kSplit : 0, cut ? Min(tile.total, (split + 1) * kSplit) : tile.total, scratch);
+  Attend(call, tile, start, Min(tile.total, start + size), scratch);
 }
 
-// The outputs of one row, from the states of all splits: `to` has `width` floats.
+// The outputs of one row, from the states of all parts: `to` has `width` floats.
 static void Combine(const Call& call, int64_t batch, int64_t row, float* to) {
   const Plan& plan = call.plan;
-  const int64_t step = plan.rows * plan.state_row;
-  const float* states = call.base + plan.states + (batch * plan.splits * plan.rows + row) * plan.state_row;
+  const int64_t total_keys = There(*call.params, batch) + call.params->seq_len, size = PartKeys(plan, total_keys);
+  const int64_t parts = (total_keys + size - 1) / size, step = plan.rows * plan.state_row;
+  const float* states = call.base + plan.states + (batch * plan.parts * plan.rows + row) * plan.state_row;
   float peak = -__builtin_inff(), total = 0.0f;
-  for (int64_t s = 0; s < plan.splits; ++s) {
+  for (int64_t s = 0; s < parts; ++s) {
     const float largest = states[s * step + plan.width];
     if (largest > peak) peak = largest;
   }
   FillRow(to, plan.width, 0.0f);
-  for (int64_t s = 0; s < plan.splits; ++s) {
+  for (int64_t s = 0; s < parts; ++s) {
     const float* state = states + s * step;
     if (state[plan.width] == -__builtin_inff()) continue;
     const Vec factor = Exp(Splat(state[plan.width] - peak));
@@ -96,8 +102,13 @@ static void RunProject(const Call& call, int64_t task, float* scratch) {
   }
   for (int64_t c = 0; c < rank; c += kTile) {
     const int64_t count = Min(kTile, rank - c);
-    LoadWeight(p, weight, plan.value_pad, c, count, head, p.qk_nope_head_dim, p.v_head_dim);
-    AddRows(rows, plan.value_pad, count, left + c, plan.row_pad, weight, plan.value_pad, result, plan.value_pad);
+    int64_t ld = plan.value_pad;
+    const float* from = WeightInPlace(p, rows, c, count, head, p.qk_nope_head_dim, p.v_head_dim, &ld);
+    if (from == nullptr) {
+      LoadWeight(p, weight, ld, c, count, head, p.qk_nope_head_dim, p.v_head_dim);
+      from = weight;
+    }
+    AddRows(rows, plan.value_pad, count, left + c, plan.row_pad, from, ld, result, plan.value_pad);
   }
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t at = first + r;

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from ..common.function_call import attribute_type
 from ..common.graph_builder import GraphBuilder
 from .body_experts import FLOAT, expert
-from .spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, OUTPUTS, MoeConfig
+from .spec import DOMAIN, INPUTS, OP_TYPE, OUTPUTS, MoeConfig
 
 DOUBLE = ir.DataType.DOUBLE
 SHORT = {ir.DataType.FLOAT: "f32", ir.DataType.FLOAT16: "f16", ir.DataType.BFLOAT16: "bf16"}
@@ -28,8 +28,8 @@ class _Body:
         self.builder = GraphBuilder()
         self.inputs = {name: ir.Value(name=name) for name in INPUTS}
 
-    def scores(self, b: GraphBuilder, tokens: ir.Value) -> ir.Value:
-        """Float32 scores ``[N, E]`` of tokens ``[N, D]`` of type T."""
+    def scores(self, b: GraphBuilder, tokens: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Float32 logits and scores ``[N, E]`` of tokens ``[N, D]`` of type T."""
         config = self.config
         one = b.const(1.0, np.float64)
         if config.has_router_weight:
@@ -39,14 +39,15 @@ class _Body:
             logits = b.reshape(b.cast(self.inputs["router_logits"], DOUBLE), [-1, config.num_experts])
         if config.has_router_bias:
             logits = b.add(logits, b.cast(self.inputs["router_bias"], DOUBLE))
-        rounded = b.cast(b.cast(logits, FLOAT), DOUBLE)
+        narrow = b.cast(logits, FLOAT)
+        rounded = b.cast(narrow, DOUBLE)
         if config.score_function == "sigmoid":
             # not Sigmoid: ORT's loses all digits of small scores
             score = b.op("Div", one, b.add(b.op("Exp", b.op("Neg", rounded)), one))
         else:
             raised = b.op("Exp", b.sub(rounded, b.op("ReduceMax", rounded, b.const([-1]), keepdims=1)))
             score = b.op("Div", raised, b.sum_last(raised))
-        return b.cast(score, FLOAT)
+        return narrow, b.cast(score, FLOAT)
 
     def lowest_for_nan(self, b: GraphBuilder, x: ir.Value) -> ir.Value:
         return b.op("Where", b.op("IsNaN", x), b.const(-np.inf), x)
@@ -76,8 +77,8 @@ class _Body:
     def route(self, b: GraphBuilder, tokens: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Ids int64 and weights float32, ``[N, k]``."""
         config = self.config
-        scores = self.scores(b, tokens)
-        choice, stays = scores, None
+        logits, scores = self.scores(b, tokens)
+        choice, stays = logits if config.choose_by_logits else scores, None
         if config.has_expert_bias:
             choice = b.add(choice, self.inputs["expert_bias"])
         choice = self.lowest_for_nan(b, choice)
@@ -92,6 +93,8 @@ class _Body:
             total = b.sum_last(weights)
             if config.norm_eps:
                 total = b.add(total, b.const(float(config.norm_eps)))
+            if config.norm_min:
+                total = b.op("Max", total, b.const(float(config.norm_min)))
             weights = b.op("Div", weights, total)
         if config.routed_scaling_factor != 1.0:
             weights = b.mul(weights, b.const(float(config.routed_scaling_factor)))
@@ -102,6 +105,13 @@ class _Body:
         config = self.config
         flat_ids, flat_weights = b.reshape(ids, [-1]), b.reshape(weights, [-1, 1])
         present = b.ops("Unique", [flat_ids], 1, sorted=1)[0]
+        count = b.squeeze(b.dim(present, 0), 0)
+        start = b.mul(x, b.const(0.0))
+        if config.zero_experts:  # the last ones: the loop ends before them
+            own = b.op("Less", present, b.const(config.own_experts))
+            count = b.op("ReduceSum", b.cast(own, ir.DataType.INT64), keepdims=0)
+            given = b.op("Where", b.op("Less", ids, b.const(config.own_experts)), b.const(0.0), weights)
+            start = b.mul(x, b.sum_last(given))
         number, going = b.value("n", ir.DataType.INT64, []), b.value("going", ir.DataType.BOOL, [])
         done = b.value("done", FLOAT, [None, config.hidden_size])
 
@@ -119,8 +129,7 @@ class _Body:
             return [inner.op("Identity", going), total]
 
         body = b.subgraph("expert", [number, going, done], one)
-        count = b.squeeze(b.dim(present, 0), 0)
-        return b.ops("Loop", [count, None, b.mul(x, b.const(0.0))], 1, body=body)[0]
+        return b.ops("Loop", [count, None, start], 1, body=body)[0]
 
     def build(self) -> list[ir.Value]:
         """Add all nodes; returns the function's outputs."""
@@ -179,5 +188,5 @@ def build_function(config: MoeConfig, opset: int, dtype: ir.DataType = FLOAT) ->
     body = _Body(config, dtype)
     outputs = body.build()
     graph = body.builder.graph(list(body.inputs.values()), outputs, opset)
-    declared = [ir.Attr(name, attribute_type(getattr(config, name)), None) for name in ATTRIBUTES]
+    declared = [ir.Attr(name, attribute_type(value), None) for name, value in config.attributes().items()]
     return ir.Function(DOMAIN, OP_TYPE, overload_name(config, dtype), graph=graph, attributes=declared)

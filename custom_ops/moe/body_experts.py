@@ -17,10 +17,10 @@ FLOAT = ir.DataType.FLOAT
 Operand = Callable[[str], ir.Value]
 
 
-def activate(b: GraphBuilder, kind: str, x: ir.Value) -> ir.Value:
+def activate(b: GraphBuilder, kind: str, x: ir.Value, alpha: float = 1.0) -> ir.Value:
     """The activation ``kind`` of spec.ACTIVATIONS, without ops that are newer than opset 18."""
     if kind == "silu":
-        return b.mul(x, b.op("Sigmoid", x))
+        return b.mul(x, b.op("Sigmoid", x if alpha == 1.0 else b.mul(x, b.const(float(alpha)))))
     if kind == "relu2":
         y = b.op("Relu", x)
         return b.mul(y, y)
@@ -74,14 +74,15 @@ def _halves(b: GraphBuilder, kind: str, stored: ir.Value) -> tuple[ir.Value, ir.
 
 
 def linear(b: GraphBuilder, config: MoeConfig, x: ir.Value, name: str, rows: int, operand: Operand) -> ir.Value:
-    """``x`` float32 ``[n, cols]`` times the stored matrix ``name`` ``[rows, cols]``: ``[n, rows]``.
+    """``x`` float32 ``[n, cols]`` times the stored matrix ``name`` ``[rows, cols]``, plus its bias: ``[n, rows]``.
 
-    ``operand`` gives the matrix's weight, scale and zero point.
+    ``operand`` gives the matrix's weight, scale, zero point and bias.
     """
+    bias = operand(f"{name}_bias") if f"{name}_bias" in config.input_names() else None
     kind = config.weights_form(name)[0]
     stored = operand(f"{name}_weight")
     if kind in FOUR_BIT:  # even and odd columns apart: nothing has to be interleaved
-        total = None
+        total = bias
         for place, half in enumerate(_halves(b, kind, stored)):
             end = b.const([np.iinfo(np.int64).max])
             part = b.op("Slice", x, b.const([place]), end, b.const([1]), b.const([2]))
@@ -94,7 +95,7 @@ def linear(b: GraphBuilder, config: MoeConfig, x: ir.Value, name: str, rows: int
         value = b.cast(stored, FLOAT)
     if kind not in PLAIN_FORMATS:
         value = _scaled(b, config, name, value, rows, operand)
-    return b.op("Gemm", x, value, transB=1)
+    return b.op("Gemm", x, value, bias, transB=1)
 
 
 def expert(b: GraphBuilder, config: MoeConfig, x: ir.Value, prefix: str, operand: Operand) -> ir.Value:
@@ -104,13 +105,16 @@ def expert(b: GraphBuilder, config: MoeConfig, x: ir.Value, prefix: str, operand
     joined = 2 * inter if config.gated else inter
     mixed = linear(b, config, x, f"{prefix}gate_up", joined, operand)
     if not config.gated:
-        return linear(b, config, activate(b, config.activation, mixed), f"{prefix}down", hidden, operand)
+        acted = activate(b, config.activation, mixed, config.activation_alpha)
+        return linear(b, config, acted, f"{prefix}down", hidden, operand)
     gate, up = b.split(mixed, [inter, inter], axis=1)
     if config.clamp == "before" and math.isfinite(config.gate_limit):
         gate = b.op("Min", gate, b.const(float(config.gate_limit)))
-    gate = activate(b, config.activation, gate)
+    gate = activate(b, config.activation, gate, config.activation_alpha)
     if config.clamp == "after" and math.isfinite(config.gate_limit):
         gate = b.op("Min", gate, b.const(float(config.gate_limit)))
     if config.clamp != "none" and math.isfinite(config.up_limit):
         up = b.op("Clip", up, b.const(-float(config.up_limit)), b.const(float(config.up_limit)))
+    if config.up_offset:
+        up = b.add(up, b.const(float(config.up_offset)))
     return linear(b, config, b.mul(gate, up), f"{prefix}down", hidden, operand)

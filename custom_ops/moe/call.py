@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ..common.function_call import attach_function
 from .body import FLOAT, SHORT, formal_outputs, overload_name
-from .spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, VERSION, MoeConfig
+from .spec import ATTRIBUTES, BIASES, DOMAIN, INPUTS, LATER, OP_TYPE, VERSION, MoeConfig
 
 
 def _tokens(x: ir.Shape | None) -> int | ir.SymbolicDim:
@@ -79,8 +79,11 @@ def read_call(node: ir.Node) -> tuple[MoeConfig, ir.DataType]:
     values: dict[str, Any] = {}
     for name in ATTRIBUTES:
         if name not in node.attributes:
+            if name in LATER:
+                continue
             raise ValueError(f"node {node.name!r} has no attribute {name}: another version of {OP_TYPE}")
         values[name] = node.attributes[name].value
+    values |= {f"has_{name}": name in have for name in BIASES}
     config = MoeConfig(
         **values,
         has_zero_point="gate_up_zero_point" in have,

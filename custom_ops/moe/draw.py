@@ -168,14 +168,16 @@ def draw_inputs(
     dtypes = (DTYPES[dtype], DTYPES[scale_dtype])
     shared = config.shared_intermediate_size
     for name, shape in (
-        ("gate_up", (config.num_experts, joined * inter, hidden)),
-        ("down", (config.num_experts, hidden, inter)),
+        ("gate_up", (config.own_experts, joined * inter, hidden)),
+        ("down", (config.own_experts, hidden, inter)),
         ("shared_gate_up", (joined * shared, hidden)),
         ("shared_down", (hidden, shared)),
     ):
         if 0 in shape:
             continue
         kind, blocks, zero = config.weights_form(name)
+        if f"{name}_bias" in config.input_names():
+            values[f"{name}_bias"] = (0.3 * rng.standard_normal(shape[:-1])).astype(np.float32)
         stored, scale, zero_point = _weights(shape, kind, blocks, zero, dtypes, rng, case)
         values[f"{name}_weight"] = stored
         if scale is not None:

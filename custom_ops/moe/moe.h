@@ -33,17 +33,22 @@ struct Params {
   int64_t num_tokens = 0;
   int32_t num_experts = 0, top_k = 0, hidden_size = 0, intermediate_size = 0;
   int32_t shared_intermediate_size = 0;  // 0: no shared expert
+  int32_t zero_experts = 0;              // the last of num_experts: they have no weights and give x back
   DType dtype = DType::kFloat32;         // x, y, float weights
   // attributes
   Score score = Score::kSigmoid;
+  int32_t choose_by_logits = 0;
   int32_t n_group = 1, topk_group = 1, group_top = 2;
   int32_t masked_score_zero = 0;
   int32_t masked_weights = 0;
   int32_t norm_topk_prob = 1;
   float norm_eps = 0.0f;
+  float norm_min = 0.0f;  // what the scores are divided by is at least this
   float routed_scaling_factor = 1.0f;
   Activation activation = Activation::kSilu;
+  float activation_alpha = 1.0f;  // silu is x sigmoid(alpha x)
   int32_t gated = 1;
+  float up_offset = 0.0f;  // added to up, after its clamp
   Clamp clamp = Clamp::kNone;
   float gate_limit = std::numeric_limits<float>::infinity();
   float up_limit = std::numeric_limits<float>::infinity();
@@ -51,15 +56,20 @@ struct Params {
   int32_t router_weight_float32 = 1;  // else T
   int32_t router_logits_float32 = 1;  // else T
   int32_t shared_gate_float32 = 0;    // else T
+  int32_t has_bias = 0;               // any of the experts' biases; also where the pointers are null
   // inputs
   const void* x = nullptr;
   const void* router_weight = nullptr;
   const void* router_logits = nullptr;
   const float* router_bias = nullptr;
   const float* expert_bias = nullptr;
-  Matrix gate_up, down;                // [E, G*I, D], [E, D, I]
+  Matrix gate_up, down;                // [F, G*I, D], [F, D, I] with F = E - zero_experts
   Matrix shared_gate_up, shared_down;  // [1, G*J, D], [1, D, J]
   const void* shared_gate_weight = nullptr;
+  const float* gate_up_bias = nullptr;         // [F, G*I]
+  const float* down_bias = nullptr;            // [F, D]
+  const float* shared_gate_up_bias = nullptr;  // [G*J]
+  const float* shared_down_bias = nullptr;     // [D]
   // outputs; ids and weights may be null
   void* y = nullptr;
   int64_t* expert_ids = nullptr;

@@ -113,9 +113,12 @@ void Sort(Call& call) {
   const int32_t* ids = call.At<int32_t>(call.plan.ids);
   for (int64_t e = 0; e <= p.num_experts; ++e) starts[e] = 0;
   for (int64_t i = 0; i < pairs; ++i) ++starts[ids[i] + 1];
-  call.num_active = 0;
+  call.num_active = call.num_zero = 0;
   for (int32_t e = 0; e < p.num_experts; ++e) {
-    if (starts[e + 1] > 0) active[call.num_active++] = e;
+    if (starts[e + 1] > 0) {
+      active[call.num_active + call.num_zero] = e;
+      ++(e < p.num_experts - p.zero_experts ? call.num_active : call.num_zero);
+    }
     starts[e + 1] += starts[e];
   }
   for (int64_t i = 0; i < pairs; ++i) order[starts[ids[i]]++] = static_cast<int32_t>(i);
@@ -199,6 +202,8 @@ const char* cpu_refusal(const Params& p) {
         "must be 1 or more",
         p.num_experts, p.top_k, p.hidden_size, p.intermediate_size, p.n_group, p.topk_group, p.group_top);
   if (p.shared_intermediate_size < 0) return Reason("shared_intermediate_size %d", p.shared_intermediate_size);
+  if (p.zero_experts < 0 || p.zero_experts >= p.num_experts)
+    return Reason("zero_experts %d of num_experts %d", p.zero_experts, p.num_experts);
   if (p.top_k > p.num_experts) return Reason("top_k %d of num_experts %d", p.top_k, p.num_experts);
   if (p.num_experts % p.n_group != 0 || p.topk_group > p.n_group || p.group_top > p.num_experts / p.n_group)
     return Reason("num_experts %d, n_group %d, topk_group %d, group_top %d", p.num_experts, p.n_group, p.topk_group,
@@ -207,8 +212,13 @@ const char* cpu_refusal(const Params& p) {
   if (!cpu::Within(p.score, Score::kSoftmax) || !cpu::Within(p.activation, Activation::kRelu2) ||
       !cpu::Within(p.clamp, Clamp::kAfter))
     return Reason("an unknown score_function, activation or clamp");
-  if (!std::isfinite(p.norm_eps) || !std::isfinite(p.routed_scaling_factor))
-    return Reason("norm_eps or routed_scaling_factor is not finite");
+  if (!std::isfinite(p.norm_eps) || !std::isfinite(p.norm_min) || !std::isfinite(p.routed_scaling_factor) ||
+      !std::isfinite(p.activation_alpha) || !std::isfinite(p.up_offset))
+    return Reason("norm_eps, norm_min, routed_scaling_factor, activation_alpha or up_offset is not finite");
+  if (p.norm_min < 0 || (p.activation != Activation::kSilu && p.activation_alpha != 1.0f) ||
+      (!p.gated && p.up_offset != 0.0f))
+    return Reason("norm_min %g, activation_alpha %g, up_offset %g, gated %d", static_cast<double>(p.norm_min),
+                  static_cast<double>(p.activation_alpha), static_cast<double>(p.up_offset), p.gated);
   if (p.clamp != Clamp::kNone && !(p.gated && p.gate_limit > 0 && p.up_limit > 0))
     return Reason("gate_limit %g, up_limit %g, gated %d", static_cast<double>(p.gate_limit),
                   static_cast<double>(p.up_limit), p.gated);

@@ -1,8 +1,8 @@
 // The experts' two halves, as tasks. Included once for each instruction set, after moe_cpu_weights.h.
 
 // The activation of one vector.
-DELTAFUSE_INLINE Vec Activate(Activation kind, Vec x) {
-  if (kind == Activation::kSilu) return Silu(x);
+DELTAFUSE_INLINE Vec Activate(Activation kind, float alpha, Vec x) {
+  if (kind == Activation::kSilu) return alpha == 1.0f ? Silu(x) : x * Sigmoid(Splat(alpha) * x);
   if (kind == Activation::kRelu2) {
     const Vec y = Larger(x, Vec{});  // NaN: x > 0 is false, and the second is taken
     const Vec kept = x != x ? x : y;
@@ -25,12 +25,12 @@ DELTAFUSE_INLINE void Hidden(const Params& p, const float* gate, const float* up
   for (int64_t i = 0; i < kRowBlock; i += kLanes) {
     Vec g = Load(gate + i);
     if (p.clamp == Clamp::kBefore) g = AtMost(g, p.gate_limit);
-    g = Activate(p.activation, g);
+    g = Activate(p.activation, p.activation_alpha, g);
     if (p.clamp == Clamp::kAfter) g = AtMost(g, p.gate_limit);
     if (p.gated) {
       Vec u = Load(up + i);
       if (p.clamp != Clamp::kNone) u = AtLeast(AtMost(u, p.up_limit), -p.up_limit);
-      g = g * u;
+      g = g * (u + Splat(p.up_offset));
     }
     Store(to + i, g);
   }
@@ -38,15 +38,15 @@ DELTAFUSE_INLINE void Hidden(const Params& p, const float* gate, const float* up
 
 // An expert and its tokens, or the shared one with all of the chunk's.
 struct Slot {
-  bool shared = false;
+  bool shared = false, zero = false;
   int64_t expert = 0, first = 0, count = 0;  // of the pairs
 };
 
 DELTAFUSE_INLINE Slot SlotAt(const Call& call, int64_t index) {
-  if (index == call.num_active) return {true, 0, 0, call.tokens};
+  if (index == call.num_active + call.num_zero) return {true, false, 0, 0, call.tokens};
   const int32_t* starts = call.At<int32_t>(call.plan.starts);
   const int64_t expert = call.At<int32_t>(call.plan.active)[index];
-  return {false, expert, starts[expert], starts[expert + 1] - starts[expert]};
+  return {false, index >= call.num_active, expert, starts[expert], starts[expert + 1] - starts[expert]};
 }
 
 DELTAFUSE_INLINE int64_t TokenOf(const Call& call, const Slot& slot, int64_t i) {
@@ -61,7 +61,7 @@ static void RunGateUp(const Call& call, int64_t task, char* scratch) {
   const bool shared = task >= routed;
   const int64_t inter = shared ? p.shared_intermediate_size : p.intermediate_size;
   const int64_t per_slot = Blocks(inter, kRowBlock);
-  const Slot slot = SlotAt(call, shared ? call.num_active : task / per_slot);
+  const Slot slot = SlotAt(call, shared ? call.num_active + call.num_zero : task / per_slot);
   const int64_t row = (shared ? task - routed : task % per_slot) * kRowBlock;
   const int64_t count = Min(kRowBlock, inter - row);
   const int64_t joined = p.gated ? 2 * inter : inter;
@@ -72,8 +72,14 @@ static void RunGateUp(const Call& call, int64_t task, char* scratch) {
   const float* x = call.At<float>(plan.x);
   const int64_t pad = shared ? plan.shared_pad : plan.h_pad;
   float* h = call.At<float>(shared ? plan.shared_h : plan.h) + slot.first * pad + row;
+  const float* bias = shared ? p.shared_gate_up_bias : p.gate_up_bias;
+  if (bias) bias += slot.expert * joined + row;
   float gate[kRowBlock] = {}, up[kRowBlock] = {}, made[kRowBlock];
   const auto finish = [&](int64_t token) {
+    if (bias) {
+      for (int64_t r = 0; r < count; ++r) gate[r] += bias[r];
+      for (int64_t r = 0; r < (p.gated ? count : 0); ++r) up[r] += bias[inter + r];
+    }
     Hidden(p, gate, up, made);
     // zeros behind the last row: the down projection reads whole vectors
     const int64_t until = row + kRowBlock >= inter ? pad - row : count;
@@ -127,22 +133,33 @@ static void RunDown(const Call& call, int64_t task, char* scratch) {
   float* scales = reinterpret_cast<float*>(scratch + plan.scales);
   float* sums = reinterpret_cast<float*>(scratch + plan.sums);
   for (int64_t i = 0; i < call.tokens * kRowBlock; ++i) sums[i] = 0.0f;
-  const int64_t slots = call.num_active + (p.shared_intermediate_size > 0 ? 1 : 0);
+  const int64_t slots = call.num_active + call.num_zero + (p.shared_intermediate_size > 0 ? 1 : 0);
   for (int64_t s = 0; s < slots; ++s) {
     const Slot slot = SlotAt(call, s);
+    const auto weight = [&](int64_t i) {
+      if (slot.shared) return call.At<float>(plan.gates)[i];
+      return call.At<float>(plan.weights)[call.At<int32_t>(plan.pairs)[slot.first + i]];
+    };
+    if (slot.zero) {
+      for (int64_t t = 0; t < slot.count; ++t) {
+        const int64_t token = TokenOf(call, slot, t);
+        const float* x = call.At<float>(plan.x) + token * plan.x_pad + row;
+        for (int64_t r = 0; r < count; ++r) sums[token * kRowBlock + r] += weight(t) * x[r];
+      }
+      continue;
+    }
     const int64_t inter = slot.shared ? p.shared_intermediate_size : p.intermediate_size;
     const int64_t pad = slot.shared ? plan.shared_pad : plan.h_pad;
     const Weights w = WeightsOf(p, slot.shared ? p.shared_down : p.down, slot.expert, p.hidden_size, inter);
     const RowCode code = CodeFor(w);
     const float* h = call.At<float>(slot.shared ? plan.shared_h : plan.h) + slot.first * pad;
-    const auto weight = [&](int64_t i) {
-      if (slot.shared) return call.At<float>(plan.gates)[i];
-      return call.At<float>(plan.weights)[call.At<int32_t>(plan.pairs)[slot.first + i]];
-    };
+    const float* biases = slot.shared ? p.shared_down_bias : p.down_bias;
+    float bias[kRowBlock] = {};
+    for (int64_t r = 0; r < (biases ? count : 0); ++r) bias[r] = biases[slot.expert * p.hidden_size + row + r];
     if (slot.count == 1) {
       float* to = sums + TokenOf(call, slot, 0) * kRowBlock;
       const float factor = weight(0);
-      for (int64_t r = 0; r < count; ++r) to[r] += factor * code.dot(w, row + r, h, scales);
+      for (int64_t r = 0; r < count; ++r) to[r] += factor * (code.dot(w, row + r, h, scales) + bias[r]);
       continue;
     }
     float out[kTileTokens * kTileRows];
@@ -156,7 +173,7 @@ static void RunDown(const Call& call, int64_t task, char* scratch) {
         for (int64_t k = 0; k < Min(kTileTokens, slot.count - t); ++k) {
           float* to = sums + TokenOf(call, slot, t + k) * kRowBlock + r;
           const float factor = weight(t + k);
-          for (int64_t j = 0; j < some; ++j) to[j] += factor * out[k * kTileRows + j];
+          for (int64_t j = 0; j < some; ++j) to[j] += factor * (out[k * kTileRows + j] + bias[r + j]);
         }
       }
     }

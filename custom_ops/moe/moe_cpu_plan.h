@@ -96,9 +96,10 @@ struct Call {
   const Params* params = nullptr;
   Plan plan;
   char* workspace = nullptr;
-  int64_t first = 0;   // token
-  int64_t tokens = 0;  // of this chunk
-  int64_t num_active = 0;
+  int64_t first = 0;       // token
+  int64_t tokens = 0;      // of this chunk
+  int64_t num_active = 0;  // experts with weights that have tokens
+  int64_t num_zero = 0;    // zero experts that have; they follow in the list
   float (*shared_gate)(const Call&, int64_t token, float* row) = nullptr;
 
   template <typename T>

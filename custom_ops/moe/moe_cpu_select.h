@@ -34,12 +34,8 @@ inline void Scores(const Params& p, float* values) {
     values[e] = static_cast<float>(std::exp(static_cast<double>(values[e]) - most) / total);
 }
 
-inline float ChoiceOf(const Params& p, const float* scores, int64_t e) {
-  return NanIsLowest(p.expert_bias ? scores[e] + p.expert_bias[e] : scores[e]);
-}
-
 // The sum of a group's group_top largest choices, larger first.
-inline float GroupScore(const Params& p, const float* scores, int64_t group) {
+inline float GroupScore(const Params& p, const float* choices, int64_t group) {
   const int64_t size = p.num_experts / p.n_group, first = group * size;
   float total = 0.0f;
   // The last one taken, and all before it in the order (larger, then lower index), are behind us.
@@ -49,7 +45,7 @@ inline float GroupScore(const Params& p, const float* scores, int64_t group) {
     float best = 0.0f;
     int64_t best_index = -1;
     for (int64_t e = first; e < first + size; ++e) {
-      const float choice = ChoiceOf(p, scores, e);
+      const float choice = choices[e];
       if (last_index >= 0 && !(choice < last || (choice == last && e > last_index))) continue;
       if (best_index >= 0 && !(choice > best)) continue;
       best = choice;
@@ -62,15 +58,21 @@ inline float GroupScore(const Params& p, const float* scores, int64_t group) {
   return NanIsLowest(total);
 }
 
-// Replaces one token's logits by its choices; ids and weights of its top_k experts. `choice` and `group_scores` are
+// Replaces one token's logits by its scores; ids and weights of its top_k experts. `choice` and `group_scores` are
 // buffers of num_experts and n_group.
 inline void Select(const Params& p, float* logits, float* choice, float* group_scores, int32_t* ids, float* weights) {
+  const auto choose = [&] {
+    for (int64_t e = 0; e < p.num_experts; ++e)
+      choice[e] = NanIsLowest(p.expert_bias ? logits[e] + p.expert_bias[e] : logits[e]);
+  };
+  if (p.choose_by_logits) choose();
   Scores(p, logits);
+  if (!p.choose_by_logits) choose();
   const int64_t size = p.num_experts / p.n_group;
   constexpr float kTaken = std::numeric_limits<float>::quiet_NaN();
   for (int64_t g = 0; g < p.n_group; ++g) group_scores[g] = 0.0f;
   if (p.topk_group < p.n_group) {
-    for (int64_t g = 0; g < p.n_group; ++g) group_scores[g] = GroupScore(p, logits, g);
+    for (int64_t g = 0; g < p.n_group; ++g) group_scores[g] = GroupScore(p, choice, g);
     const auto kept = [&](int64_t g) { return std::isnan(group_scores[g]); };
     for (int32_t i = 0; i < p.topk_group; ++i) group_scores[Largest(group_scores, p.n_group, kept)] = kTaken;
   } else {
@@ -78,7 +80,8 @@ inline void Select(const Params& p, float* logits, float* choice, float* group_s
   }
   const float masked = p.masked_score_zero ? 0.0f : -std::numeric_limits<float>::infinity();
   const auto stays = [&](int64_t e) { return std::isnan(group_scores[e / size]); };
-  for (int64_t e = 0; e < p.num_experts; ++e) choice[e] = stays(e) ? ChoiceOf(p, logits, e) : masked;
+  for (int64_t e = 0; e < p.num_experts; ++e)
+    if (!stays(e)) choice[e] = masked;
   const auto taken = [&](int64_t e) { return std::isnan(choice[e]); };
   float total = 0.0f;
   for (int32_t i = 0; i < p.top_k; ++i) {
@@ -88,8 +91,10 @@ inline void Select(const Params& p, float* logits, float* choice, float* group_s
     weights[i] = p.masked_weights && !stays(e) ? 0.0f : logits[e];
     total += weights[i];
   }
+  float divisor = total + p.norm_eps;
+  if (divisor < p.norm_min) divisor = p.norm_min;  // a NaN stays one
   for (int32_t i = 0; i < p.top_k; ++i) {
-    if (p.norm_topk_prob) weights[i] /= total + p.norm_eps;
+    if (p.norm_topk_prob) weights[i] /= divisor;
     weights[i] *= p.routed_scaling_factor;
   }
 }

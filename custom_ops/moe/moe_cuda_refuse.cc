@@ -84,6 +84,13 @@ const char* cuda_refusal(const Params& p, int compute_capability) {
   if (p.shared_intermediate_size < 0) return reason("shared_intermediate_size %d", p.shared_intermediate_size);
   if (p.num_experts > kMaxExperts) return reason("num_experts %d: kernels take up to %d", p.num_experts, kMaxExperts);
   if (p.top_k > kMaxTopK) return reason("top_k %d: kernels take up to %d", p.top_k, kMaxTopK);
+  if (p.zero_experts || p.choose_by_logits || p.norm_min != 0.0f || p.activation_alpha != 1.0f || p.up_offset != 0.0f ||
+      p.has_bias) {
+    return reason(
+        "zero_experts %d, choose_by_logits %d, norm_min %g, activation_alpha %g, up_offset %g%s: the kernels have none",
+        p.zero_experts, p.choose_by_logits, double(p.norm_min), double(p.activation_alpha), double(p.up_offset),
+        p.has_bias ? ", experts' biases" : "");
+  }
   if (p.top_k > p.num_experts) return reason("top_k %d of num_experts %d", p.top_k, p.num_experts);
   if (p.num_experts % p.n_group || p.topk_group > p.n_group) {
     return reason("num_experts %d, n_group %d, topk_group %d", p.num_experts, p.n_group, p.topk_group);

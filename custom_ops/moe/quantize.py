@@ -29,12 +29,14 @@ class QuantizedStack:
     Attributes:
         weight, scale, zero_point: tensors as the op's inputs take them; scale and zero_point may be None.
         error: relative L2 norm of the difference from the weights before.
+        product_error: the same of what the weights make of the samples; None without any.
     """
 
     weight: ir.TensorProtocol
     scale: ir.TensorProtocol | None
     zero_point: ir.TensorProtocol | None
     error: float
+    product_error: float | None = None
 
 
 def effective_blocks(scheme: Scheme, config: MoeConfig, shared: bool) -> tuple[int, int]:
@@ -83,7 +85,7 @@ def quantize_stack(
     starts: list[int] = []
     scales: list[Array] = []
     zeros: list[Array] = []
-    error = norm = 0.0
+    error = norm = product = product_norm = 0.0
     packed: Array | None = None
     for index in range(count):
         matrix = tensor.numpy() if one else part_of(tensor, index)
@@ -99,6 +101,7 @@ def quantize_stack(
         if found.zero_point is not None:
             zeros.append(found.zero_point.astype(ZERO_POINTS[scheme.kind]))
         error, norm = error + found.error, norm + found.norm
+        product, product_norm = product + found.product_error, product_norm + found.product_norm
         if progress is not None:
             progress(index + 1)
     assert packed is not None
@@ -112,7 +115,9 @@ def quantize_stack(
         weight = ir.LazyTensor(
             lambda: ir.tensor(spill.read(start, shape, dtype)), ir.DataType.from_numpy(dtype), ir.Shape(shape)
         )
-    return QuantizedStack(weight, joined(scales), joined(zeros), float(np.sqrt(error / norm)) if norm else 0.0)
+    relative = float(np.sqrt(error / norm)) if norm else 0.0
+    of_products = float(np.sqrt(max(0.0, product) / product_norm)) if product_norm > 0 else None
+    return QuantizedStack(weight, joined(scales), joined(zeros), relative, of_products)
 
 
 class ExpertStatistics:
@@ -123,14 +128,21 @@ class ExpertStatistics:
     """
 
     def __init__(
-        self, config: MoeConfig, x: Array, router: Mapping[str, Array], gate_up: Callable[[int], Array]
+        self,
+        config: MoeConfig,
+        x: Array,
+        router: Mapping[str, Array] | None,
+        gate_up: Callable[[int], Array],
+        bias: Array | None = None,
     ) -> None:
         """
         Args:
             config: the call, weights as they are before.
             x: samples ``[n, D]``.
-            router: router_weight, router_bias, expert_bias as arrays.
+            router: router_weight, router_bias, expert_bias as arrays. None: it is not known which expert sees which
+                token, and each is taken to see them all.
             gate_up: float weights ``[G*I, D]`` of an expert.
+            bias: of these, ``[F, G*I]``.
         """
         rows = x.reshape(-1, config.hidden_size)
         rows = rows[np.all(np.isfinite(rows.astype(np.float32)), axis=1)]
@@ -138,14 +150,19 @@ class ExpertStatistics:
             rows = rows[np.linspace(0, len(rows) - 1, MAX_ROWS).astype(np.int64)]
         self._config, self._rows, self._gate_up = config, rows.astype(np.float32), gate_up
         self._shared = Statistics.of(rows)
-        self._ids = route(config, rows, router).ids
+        self._ids = None if router is None else route(config, rows, router).ids
+        self._bias = bias
 
     def gate_up(self, index: int) -> Statistics | None:
         return self._shared
 
     def down(self, index: int) -> Statistics | None:
-        tokens = np.nonzero(np.any(self._ids == index, axis=1))[0]
-        if not len(tokens):
+        seen = self._rows
+        if self._ids is not None:
+            seen = seen[np.any(self._ids == index, axis=1)]
+        if not len(seen):
             return None
-        mixed = self._rows[tokens] @ np.asarray(self._gate_up(index), np.float32).T
+        mixed = seen @ np.asarray(self._gate_up(index), np.float32).T
+        if self._bias is not None:
+            mixed = mixed + self._bias[index].astype(np.float32)
         return Statistics.of(hidden(self._config, mixed.astype(np.float64)))

@@ -74,8 +74,10 @@ def route(config: MoeConfig, x: Array, inputs: Mapping[str, Array]) -> Routing:
     """Choose experts for tokens ``[N, D]``."""
     experts, groups = config.num_experts, config.n_group
     with np.errstate(all="ignore"):
-        scores = router_scores(config, router_logits(config, x, inputs))
-        choice = scores + inputs["expert_bias"].astype(np.float32) if config.has_expert_bias else scores
+        logits = router_logits(config, x, inputs)
+        scores = router_scores(config, logits)
+        choice = logits if config.choose_by_logits else scores
+        choice = choice + inputs["expert_bias"].astype(np.float32) if config.has_expert_bias else choice
         choice = _nan_is_lowest(choice)
         stays = np.ones(choice.shape, bool)
         if config.topk_group < groups:
@@ -93,7 +95,8 @@ def route(config: MoeConfig, x: Array, inputs: Mapping[str, Array]) -> Routing:
         if config.masked_weights:
             weights = np.where(np.take_along_axis(stays, ids, axis=-1), weights, 0.0)
         if config.norm_topk_prob:
-            weights = weights / (np.sum(weights, axis=-1, keepdims=True) + config.norm_eps)
+            total = np.sum(weights, axis=-1, keepdims=True) + config.norm_eps
+            weights = weights / (np.maximum(total, config.norm_min) if config.norm_min else total)
     return Routing(scores, ids, weights * config.routed_scaling_factor)
 
 
@@ -139,10 +142,10 @@ def matrix(config: MoeConfig, inputs: Mapping[str, Array], name: str, index: Any
 _erf = np.vectorize(erf, otypes=[np.float64])
 
 
-def activate(kind: str, x: Float64) -> Float64:
+def activate(kind: str, x: Float64, alpha: float = 1.0) -> Float64:
     """The activation ``kind`` of spec.ACTIVATIONS."""
     if kind == "silu":
-        return x * sigmoid(x)
+        return x * sigmoid(alpha * x)
     if kind == "relu2":
         return np.maximum(x, 0.0) ** 2
     if kind == "gelu":
@@ -153,21 +156,25 @@ def activate(kind: str, x: Float64) -> Float64:
 def hidden(config: MoeConfig, mixed: Float64) -> Float64:
     """What the down projection sees: ``[N, I]`` from ``[N, G*I]`` outputs of the first half."""
     if not config.gated:
-        return activate(config.activation, mixed)
+        return activate(config.activation, mixed, config.activation_alpha)
     gate, up = np.split(mixed, 2, axis=-1)
     if config.clamp == "before":
         gate = np.minimum(gate, config.gate_limit)
-    gate = activate(config.activation, gate)
+    gate = activate(config.activation, gate, config.activation_alpha)
     if config.clamp == "after":
         gate = np.minimum(gate, config.gate_limit)
     if config.clamp != "none":
         up = np.clip(up, -config.up_limit, config.up_limit)
-    return gate * up
+    return gate * (up + config.up_offset)
 
 
-def expert(config: MoeConfig, x: Float64, gate_up: Float64, down: Float64) -> Float64:
-    """One expert's output for ``[N, D]``, from ``[G*I, D]`` and ``[D, I]``."""
-    return hidden(config, x @ gate_up.T) @ down.T
+def expert(config: MoeConfig, x: Float64, inputs: Mapping[str, Array], prefix: str, index: Any) -> Float64:
+    """One expert's output for ``[N, D]``: ``prefix`` is "" or "shared_", ``index`` the expert's, ``...`` for that."""
+    mixed = x @ matrix(config, inputs, f"{prefix}gate_up", index).T
+    if f"{prefix}gate_up_bias" in inputs:
+        mixed = mixed + inputs[f"{prefix}gate_up_bias"][index].astype(np.float64)
+    y = hidden(config, mixed) @ matrix(config, inputs, f"{prefix}down", index).T
+    return y + inputs[f"{prefix}down_bias"][index].astype(np.float64) if f"{prefix}down_bias" in inputs else y
 
 
 def reference(config: MoeConfig, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -185,12 +192,12 @@ def reference(config: MoeConfig, inputs: Mapping[str, Array]) -> dict[str, Array
     y = np.zeros(wide.shape)
     for index in np.unique(routing.ids):
         tokens, places = np.nonzero(routing.ids == index)
-        part = expert(
-            config, wide[tokens], matrix(config, inputs, "gate_up", index), matrix(config, inputs, "down", index)
-        )
+        part = wide[tokens]
+        if index < config.own_experts:
+            part = expert(config, part, inputs, "", index)
         y[tokens] += routing.weights[tokens, places, None] * part
     if config.shared_intermediate_size:
-        shared = expert(config, wide, matrix(config, inputs, "shared_gate_up"), matrix(config, inputs, "shared_down"))
+        shared = expert(config, wide, inputs, "shared_", ...)
         if config.has_shared_gate:
             shared = shared * sigmoid(wide @ inputs["shared_gate_weight"].astype(np.float64).T)
         y = y + shared

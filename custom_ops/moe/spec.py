@@ -5,14 +5,17 @@ and the shared expert beside it. For a token x of width D::
 
     logits = router_weight x                                  (or given)
     scores = sigmoid(logits) or softmax(logits)               over all E experts
-    choice = scores + expert_bias                             for choosing only
+    choice = scores + expert_bias                             for choosing only; choose_by_logits: of the logits
     group score = sum of the group_top largest choices of a group; the topk_group best groups stay,
                   the choices of the others become masked_score (minus infinity, or 0)
     ids    = the top_k largest choices
     w      = scores[ids] (masked_weights: 0 for a chosen expert of a masked group);
-             divided by (their sum + norm_eps) with norm_topk_prob; times routed_scaling_factor
+             divided by max(their sum + norm_eps, norm_min) with norm_topk_prob; times routed_scaling_factor
     y      = sum_i w_i expert_{ids_i}(x) + shared(x)
-    expert(x) = down (act(gate x) * (up x)), or down act(up x) with gated = 0
+    expert(x) = down (act(gate x) * (up x + up_offset)), or down act(up x) with gated = 0
+                (each projection with its bias, where there is one)
+
+The last zero_experts of the E experts have no weights and give x back (LongCat-Flash, arXiv:2509.01322).
 
 Selection is the same on every target. **Logits and scores are the float32 roundings of values computed in float64**:
 the logits from the stored operands (router_bias added before the rounding), the scores from the rounded logits, each
@@ -44,9 +47,10 @@ OP_TYPE = "GroupedQMoE"
 VERSION = 1
 
 #: Formal inputs in order. T: float32, float16 or bfloat16. TW: T ("float"), bfloat16, int8, uint8 ("uint8"; "float8";
-#: "int4" and "uint4", whose last dimension is halved). TS: T or float32, each matrix its own. E num_experts, D hidden
-#: size, I intermediate_size, J shared_intermediate_size, k top_k, N tokens, G = 2 with gated (gate rows, then up rows),
-#: else 1. Scales of a matrix [.., rows, cols] have the shape [.., ceil(rows / block_rows), ceil(cols / block_size)];
+#: "int4" and "uint4", whose last dimension is halved). TS: T or float32, each matrix its own. E num_experts, F = E -
+#: zero_experts, D hidden size, I intermediate_size, J shared_intermediate_size, k top_k, N tokens, G = 2 with gated
+#: (gate rows, then up rows), else 1. Scales of a matrix [.., rows, cols] have the shape
+#: [.., ceil(rows / block_rows), ceil(cols / block_size)];
 #: zero points have the scales' shape, one byte each: int8 for int4 and int8, uint8 for uint4 and uint8.
 INPUTS: dict[str, str] = {
     "x": "T [N, D] or [B, S, D]: tokens",
@@ -54,10 +58,10 @@ INPUTS: dict[str, str] = {
     "router_logits": "float32 or T [N, E] or [B, S, E], optional: logits computed outside",
     "router_bias": "float32 [E], optional: added to the logits",
     "expert_bias": "float32 [E], optional: added to the scores for choosing only",
-    "gate_up_weight": "TW [E, G*I, D]: gate rows, then up rows",
+    "gate_up_weight": "TW [F, G*I, D]: gate rows, then up rows",
     "gate_up_scale": "TS, optional: quantized weights have it",
     "gate_up_zero_point": "optional",
-    "down_weight": "TW [E, D, I]",
+    "down_weight": "TW [F, D, I]",
     "down_scale": "TS, optional",
     "down_zero_point": "optional",
     "shared_gate_up_weight": "TW [G*J, D], optional: the shared expert",
@@ -67,6 +71,10 @@ INPUTS: dict[str, str] = {
     "shared_down_scale": "TS, optional",
     "shared_down_zero_point": "optional",
     "shared_gate_weight": "T or float32 [1, D], optional: shared(x) is times sigmoid(shared_gate_weight x)",
+    "gate_up_bias": "float32 [F, G*I], optional",
+    "down_bias": "float32 [F, D], optional",
+    "shared_gate_up_bias": "float32 [G*J], optional",
+    "shared_down_bias": "float32 [D], optional",
 }
 
 OUTPUTS: dict[str, str] = {
@@ -88,6 +96,8 @@ TOLERANCES: dict[str, dict[str, float]] = {
 FORMATS = ("float", "int4", "uint4", "int8", "uint8", "float8", "bfloat16")
 #: The weight matrices: inputs are named NAME_weight, NAME_scale, NAME_zero_point.
 MATRICES = ("gate_up", "down", "shared_gate_up", "shared_down")
+#: The experts' biases.
+BIASES = tuple(f"{name}_bias" for name in MATRICES)
 #: Formats without scales.
 PLAIN_FORMATS = ("float", "bfloat16")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -103,7 +113,9 @@ class MoeConfig:
     hidden_size: int
     intermediate_size: int
     shared_intermediate_size: int = 0  # 0: no shared expert
+    zero_experts: int = 0  # how many of the last experts give back what they are given
     score_function: str = "sigmoid"
+    choose_by_logits: int = 0  # 1: logits are chosen from, not scores, of which many may be equal
     n_group: int = 1
     topk_group: int = 1
     group_top: int = 2  # a group's score is the sum of this many of its best choices; 1: their maximum
@@ -111,9 +123,12 @@ class MoeConfig:
     masked_weights: int = 0  # 1: an expert of such a group, if chosen nevertheless, weighs 0
     norm_topk_prob: int = 1
     norm_eps: float = 0.0
+    norm_min: float = 0.0  # what the scores are divided by is at least this
     routed_scaling_factor: float = 1.0
     activation: str = "silu"
+    activation_alpha: float = 1.0  # silu is x sigmoid(activation_alpha x)
     gated: int = 1
+    up_offset: float = 0.0  # added to the up projection, after its clamp
     # "none" | "before": min(gate, gate_limit) and clip(up, +-up_limit), then the activation
     # | "after": min(act(gate), gate_limit) and clip(up, +-up_limit)
     clamp: str = "none"
@@ -133,11 +148,21 @@ class MoeConfig:
     has_router_bias: bool = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
+    has_gate_up_bias: bool = False
+    has_down_bias: bool = False
+    has_shared_gate_up_bias: bool = False
+    has_shared_down_bias: bool = False
     has_ids: bool = False  # expert_ids and expert_weights are asked for
 
+    @property
+    def own_experts(self) -> int:
+        """Experts with weights."""
+        return self.num_experts - self.zero_experts
+
     def attributes(self) -> dict[str, Any]:
-        """The node's attributes, in a fixed order."""
-        return {name: getattr(self, name) for name in ATTRIBUTES}
+        """The node's attributes, in a fixed order. Those of :data:`LATER` are there only if they say something."""
+        found = {name: getattr(self, name) for name in ATTRIBUTES}
+        return {name: value for name, value in found.items() if name not in LATER or value != LATER[name]}
 
     def weights_form(self, name: str) -> tuple[str, tuple[int, int], bool]:
         """Format, (block_size, block_rows) and whether there are zero points, of ``"gate_up"`` .. ``"shared_down"``."""
@@ -156,6 +181,10 @@ class MoeConfig:
             "router_bias": self.has_router_bias,
             "expert_bias": self.has_expert_bias,
             "shared_gate_weight": shared and self.has_shared_gate,
+            "gate_up_bias": self.has_gate_up_bias,
+            "down_bias": self.has_down_bias,
+            "shared_gate_up_bias": shared and self.has_shared_gate_up_bias,
+            "shared_down_bias": shared and self.has_shared_down_bias,
         }
         for matrix in MATRICES:
             kind, _, zero = self.weights_form(matrix)
@@ -202,6 +231,8 @@ class MoeConfig:
             return Refusal("geometry", f"{shown}: all must be 1 or more")
         if self.shared_intermediate_size < 0:
             return Refusal("geometry", f"shared_intermediate_size {self.shared_intermediate_size}: must be 0 or more")
+        if not 0 <= self.zero_experts < self.num_experts:
+            return Refusal("geometry", f"zero_experts {self.zero_experts} of num_experts {self.num_experts}")
         if self.top_k > self.num_experts:
             return Refusal("top-k", f"top_k {self.top_k} of num_experts {self.num_experts}")
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -215,6 +246,7 @@ class MoeConfig:
         allowed: dict[str, tuple[Any, ...]] = {
             "score_function": SCORES,
             "masked_score": ("-inf", "0"),
+            "choose_by_logits": (0, 1),
             "masked_weights": (0, 1),
             "norm_topk_prob": (0, 1),
             "activation": ACTIVATIONS,
@@ -227,8 +259,15 @@ class MoeConfig:
             if getattr(self, name) not in values:
                 shown = ", ".join(map(str, values))
                 return Refusal("attribute", f"{name} {getattr(self, name)!r}: expected one of {shown}")
-        if not (math.isfinite(self.routed_scaling_factor) and math.isfinite(self.norm_eps)):
-            return Refusal("scale", f"routed_scaling_factor {self.routed_scaling_factor}, norm_eps {self.norm_eps}")
+        numbers = ("routed_scaling_factor", "norm_eps", "norm_min", "activation_alpha", "up_offset")
+        if not all(math.isfinite(getattr(self, name)) for name in numbers) or self.norm_min < 0:
+            return Refusal("scale", ", ".join(f"{name} {getattr(self, name)}" for name in numbers))
+        if self.activation != "silu" and self.activation_alpha != 1.0:
+            return Refusal("activation", f"activation_alpha {self.activation_alpha}: {self.activation} has none")
+        if not self.gated and self.up_offset:
+            return Refusal(
+                "activation", f"up_offset {self.up_offset}, gated 0: there is no up projection beside a gate"
+            )
         if self.clamp != "none" and not (self.gated and self.gate_limit > 0 and self.up_limit > 0):
             return Refusal("clamp", f"gate_limit {self.gate_limit}, up_limit {self.up_limit}, gated {self.gated}")
         return self._check_blocks()
@@ -262,7 +301,9 @@ ATTRIBUTES = (
     "hidden_size",
     "intermediate_size",
     "shared_intermediate_size",
+    "zero_experts",
     "score_function",
+    "choose_by_logits",
     "n_group",
     "topk_group",
     "group_top",
@@ -270,9 +311,12 @@ ATTRIBUTES = (
     "masked_weights",
     "norm_topk_prob",
     "norm_eps",
+    "norm_min",
     "routed_scaling_factor",
     "activation",
+    "activation_alpha",
     "gated",
+    "up_offset",
     "clamp",
     "gate_limit",
     "up_limit",
@@ -285,6 +329,17 @@ ATTRIBUTES = (
 )
 
 
+#: Attributes that the op did not have at first, and their defaults. A node has them only where they differ: so a model
+#: that needs none of them runs in an older plugin, and an older model's nodes need none.
+LATER: dict[str, Any] = {
+    "zero_experts": 0,
+    "choose_by_logits": 0,
+    "norm_min": 0.0,
+    "activation_alpha": 1.0,
+    "up_offset": 0.0,
+}
+
+
 #: What the CUDA kernels take at most (``moe_launch.h``).
 CUDA_EXPERTS, CUDA_TOP_K = 1024, 32
 
@@ -295,4 +350,8 @@ def cuda_refusal(config: MoeConfig) -> Refusal | None:
         return Refusal("num-experts", f"num_experts {config.num_experts}: kernels take up to {CUDA_EXPERTS}")
     if config.top_k > CUDA_TOP_K:
         return Refusal("top-k", f"top_k {config.top_k}: kernels take up to {CUDA_TOP_K}")
+    later = [f"{name} {getattr(config, name)}" for name, default in LATER.items() if getattr(config, name) != default]
+    later += [name for name in config.input_names() if name in BIASES]
+    if later:
+        return Refusal("later", f"{', '.join(later)}: the kernels have none")
     return config.check()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from ..passes import Pass
 from .casts import RemoveIdleCasts
 from .constants import FoldConstants, LiftConstants
+from .expands import SpellExpands
 from .functions import InlineLocalFunctions
 from .identities import RemoveIdentities
 from .infer import InferTypes
 from .repair import RepairNormScale
 from .rms_norm import RmsNorms
 from .sequences import SplitSequences
+from .sizes import SpellSizes
 from .softmax import JoinSoftmax
 from .splits import RemoveIdleSplits
 from .units import RemoveUnitFactors
@@ -29,6 +31,8 @@ def cleanup_passes() -> list[Pass]:
         FoldConstants(),
         InferTypes("infer-types-again"),  # shapes that were computed are constants now
         FoldConstants("fold-constants-again"),
+        SpellSizes(),
+        SpellExpands(),
         RemoveUnitFactors(),
         RemoveIdleSplits(),
         JoinSoftmax(),

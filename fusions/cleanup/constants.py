@@ -14,6 +14,16 @@ from ..result import PassReport
 _FOLD_LIMIT = 1 << 16
 
 
+def _sliced(view: GraphView, node: ir.Node, count: int) -> np.ndarray | None:
+    """The places that a `Slice` takes of a list of so many sizes."""
+    given = [view.ints(v) for v in node.inputs[1:]]
+    numbers = [g[0] for g in given if g is not None and len(g) == 1]
+    if len(given) < 2 or len(numbers) != len(given):
+        return None
+    step = numbers[3] if len(numbers) > 3 else 1
+    return np.arange(count)[numbers[0] : numbers[1] : step] if step > 0 else None
+
+
 class LiftConstants(Pass):
     """`Constant` nodes become initializers, so that a constant has one form."""
 
@@ -27,7 +37,7 @@ class LiftConstants(Pass):
 
 
 class FoldConstants(Pass):
-    """Replace small constant expressions by their values, and `Shape` of a value with static dims.
+    """Replace small constant expressions by their values, and `Shape` of a value, or entries of it, with static dims.
 
     Exporters that were asked not to optimise leave ``exp(A_log)`` or a reshaped bias as nodes. Weights are not
     folded: they stay lazy, in their file.
@@ -48,6 +58,10 @@ class FoldConstants(Pass):
                 folded = self._static_shape(node)
                 if folded is not None:
                     report.matched += self._replace(graph, node.outputs[0], folded, taken)
+                continue
+            size = self._static_size(view, node)
+            if size is not None:
+                report.matched += self._replace(graph, node.outputs[0], size, taken)
                 continue
             if not all(view.is_const(o) for o in node.outputs):
                 continue
@@ -100,6 +114,27 @@ class FoldConstants(Pass):
         return np.array(dims, np.int64) if all(isinstance(d, int) for d in dims) else None
 
     @staticmethod
+    def _static_size(view: GraphView, node: ir.Node) -> np.ndarray | None:
+        """The numbers that a `Gather` or `Slice` takes of a `Shape`, where those axes have some."""
+        shape = node.inputs[0].producer() if is_op(node, "Gather", "Slice") and node.inputs[0] is not None else None
+        source = shape.inputs[0] if shape is not None and is_op(shape, "Shape") else None
+        if shape is None or source is None or source.shape is None:
+            return None
+        whole = list(source.shape)
+        start = shape.attributes["start"].as_int() if "start" in shape.attributes else 0
+        end = shape.attributes["end"].as_int() if "end" in shape.attributes else len(whole)
+        dims = whole[start:end]
+        index = view.array(node.inputs[1]) if is_op(node, "Gather") else _sliced(view, node, len(dims))
+        if index is None or index.size > 16:
+            return None
+        if index.size and not (-len(dims) <= int(index.min()) and int(index.max()) < len(dims)):
+            return None
+        picked = [dims[int(i)] for i in index.reshape(-1)]
+        if not all(isinstance(d, int) for d in picked):
+            return None
+        return np.array(picked, np.int64).reshape(index.shape)
+
+    @staticmethod
     def _replace(graph: ir.Graph, old: ir.Value, array: np.ndarray, taken: set[str]) -> int:
         if old.is_graph_output() or not old.uses():
             return 0
@@ -107,7 +142,7 @@ class FoldConstants(Pass):
         while name in taken:
             name += "_"
         taken.add(name)
-        tensor = ir.tensor(array, name=name)
+        tensor = ir.Tensor(array, name=name)
         new = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
         graph.register_initializer(new)
         old.replace_all_uses_with(new)

@@ -42,19 +42,32 @@ class InferTypes(Pass):
         missing = _unknown(model)
         if not missing:
             return
-        sequences = [(v, v.type, v.shape) for n in model.graph if _makes_no_tensor(n.op_type) for v in n.outputs]
-        with _stand_ins(model):
-            try:
-                common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
-            except Exception as error:  # inference is a help, not a need: recognisers cope with unknown shapes
-                report.notes.append(f"shape inference stopped: {str(error).splitlines()[0][:200]}")
-        for value, kind, shape in sequences:  # inference gives them their elements' type
-            value.type, value.shape = kind, shape
+        stopped = infer(model)
+        if stopped:
+            report.notes.append(stopped)
         after = _unknown(model)
         report.matched = missing - after
         report.changed = report.matched > 0
         if after:
             report.notes.append(f"{after} values stay without a type or shape")
+
+
+def infer(model: ir.Model) -> str:
+    """Run onnx's shape inference; gives why it stopped, or "". It is a help, not a need: recognisers cope with unknown
+    shapes. What the model promises of its outputs stays."""
+    promised = [(v, v.shape) for v in model.graph.outputs if v.shape is not None]
+    sequences = [(v, v.type, v.shape) for n in model.graph if _makes_no_tensor(n.op_type) for v in n.outputs]
+    stopped = ""
+    with _stand_ins(model):
+        try:
+            common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        except Exception as error:
+            stopped = f"shape inference stopped: {str(error).splitlines()[0][:200]}"
+    for value, kind, shape in sequences:  # inference gives them their elements' type
+        value.type, value.shape = kind, shape
+    for value, promise in promised:
+        value.shape = promise
+    return stopped
 
 
 def _unknown(model: ir.Model) -> int:

@@ -81,7 +81,7 @@ def shrink(view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapp
 
     parameters = {s for p in candidate.parameters.values() for s in p.sources}
     slicer = HeadSlicer(view, heads, spreads, constant, parameters)
-    protos = [ir.to_proto(n) for n in extract.nodes]
+    protos = [ir.serde.serialize_node(n) for n in extract.nodes]
     slicer.run(extract.nodes, protos)
     for name, result in candidate.results.items():
         _check_result(config, name, result, slicer)

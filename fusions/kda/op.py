@@ -86,6 +86,14 @@ class KdaOp(FusedOp):
             probes += [(b, tokens[0]) for b in sorted(past_rows)[-2:]]
         return plan + [Case("normal", {"batch": b, "tokens": t}) for b, t in probes]
 
+    def unforeseen(self, candidate: Candidate, rng: np.random.Generator) -> list[Case]:
+        rows, length = rows_and_tokens(candidate)
+        if isinstance(rows, int) and isinstance(length, int):
+            return []
+        batches = [rows] * 2 if isinstance(rows, int) else rng.choice(np.arange(3, 9), 2, replace=False)
+        tokens = [length] * 2 if isinstance(length, int) else rng.choice(np.arange(6, 64), 2, replace=False)
+        return [Case("normal", {"batch": int(b), "tokens": int(t)}) for b, t in zip(batches, tokens, strict=True)]
+
     def screening_case(self, candidate: Candidate) -> Case:
         rows, length = rows_and_tokens(candidate)
         sizes = {

@@ -21,6 +21,8 @@ TOKENS = (5, 1, 17, 33)
 PASTS = (7, 19, 3, 40)
 #: Lengths beyond: (tokens, past).
 PROBES = ((130, 3), (2, 300))
+#: Numbers of tokens that nothing else of a size divides.
+PRIMES = (11, 13, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
 #: Scores of a magnitude at which float32 itself loses digits of the weights.
 HARD_FACTOR = 5.0
 HARD = frozenset({"large-scores", "extreme-last", "wide"})
@@ -97,6 +99,22 @@ class MlaOp(FusedOp):
         if not isinstance(fixed.get("batch", 1), int):
             probes.append({**base, "batch": 3})
         return plan + [Case("normal", sizes) for sizes in probes]
+
+    def unforeseen(self, candidate: Candidate, rng: np.random.Generator) -> list[Case]:
+        fixed = self.sizes(candidate)
+        runs = []
+        for batch in (4, 5, 6, 7):
+            tokens, past = map(int, rng.choice(PRIMES, 2, replace=False))
+            past += tokens if candidate.config.static_cache else 0
+            drawn = {"batch": batch, "tokens": tokens, "past": past}
+            sizes = {n: drawn[n] for n in drawn if n != "past" or n in fixed}
+            for name in sizes:
+                number = fixed.get(name, 1)
+                sizes[name] = number if isinstance(number, int) else drawn[name]
+            if candidate.config.static_cache:  # no more tokens than the cache holds
+                sizes["tokens"] = min(sizes["tokens"], sizes["past"])
+            runs.append(Case("normal", sizes))
+        return [] if all(isinstance(fixed.get(n, 1), int) for n in runs[0].sizes) else runs
 
     def draw(self, candidate: Candidate, case: Case, seed: int) -> Arrays:
         sizes = case.sizes

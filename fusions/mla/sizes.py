@@ -48,9 +48,15 @@ def size_refusal(view: GraphView, candidate: Candidate, keys_only: bool) -> Refu
                         view, value, at, piece.value, axis
                     ):
                         return _refusal(name, label, size, known)
-                elif size != known:
+                elif size != known and not (label == "batch" and _joined(candidate, name, size, known)):
                     return _refusal(name, label, size, known)
     return None
+
+
+def _joined(candidate: Candidate, name: str, size: Lin, known: Lin) -> bool:
+    """Is it a cache that new tokens are joined to? `Concat` wants as many rows of it as there are of them."""
+    growing = name.startswith("past_") and not candidate.config.static_cache
+    return growing and (size.number is None or known.number is None)
 
 
 def _known(value: ir.Value, axis: int) -> Lin | None:

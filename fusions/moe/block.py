@@ -47,6 +47,41 @@ def matrices(mlps: Sequence[Mlp]) -> tuple[Slabs, Slabs]:
     return tuple(gate_up), tuple(down)
 
 
+def biases(mlps: Sequence[Mlp]) -> dict[str, Slabs] | Refusal:
+    """The biases of experts, in order, by "gate_up" and "down": slabs of one column. Empty where there are none."""
+    found: dict[str, Slabs] = {}
+    for name in ("gate_up", "down"):
+        of_all = []
+        for mlp in mlps:
+            halves = [(mlp.gate.linear, mlp.gate.rows), *([] if mlp.up is None else [(mlp.up.linear, mlp.up.rows)])]
+            layers = halves if name == "gate_up" else [(mlp.down, tuple(range(mlp.down.width)))]
+            pieces = tuple(Slab.of_bias(layer, rows) for layer, rows in layers if layer.bias is not None)
+            if any(
+                p.expert is None and layer.expert is not None for p, (layer, _) in zip(pieces, layers, strict=False)
+            ):
+                return Refusal("biases", f"a bias of {name} that all experts share")
+            of_all.append(pieces)
+        if len({len(pieces) for pieces in of_all}) != 1:
+            return Refusal("biases", f"some experts have a bias of {name} and some have not")
+        if of_all[0]:
+            found[name] = tuple(of_all)
+    return found
+
+
+def bias_parameter(name: str, slabs: Slabs) -> Parameter:
+    """The biases of a matrix as the op has them, float32."""
+    values = tuple(dict.fromkeys(v for pieces in slabs for s in pieces for v in s.values()))
+
+    def compute(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+        whole = joined(slabs, dict(zip(values, arrays, strict=True)), lambda s, a: s.numbers(a))
+        if whole is None:
+            return None
+        alone = len(slabs) == 1 and slabs[0][0].expert is None and not name.startswith("shared_")
+        return np.ascontiguousarray((whole[None] if alone else whole)[..., 0].astype(np.float32))
+
+    return Parameter(values, compute, form=f"{name} {_form(slabs)}")
+
+
 def _one_slab(gate: Slab, up: Slab) -> Slab | None:
     """Gate and up of one matrix as one slab."""
     if (gate.seen, gate.expert, gate.out, gate.into) != (up.seen, up.expert, up.out, up.into):
@@ -88,7 +123,7 @@ def expert_sizes(routed: Routed, router: Router) -> Refusal | tuple[int, int]:
         depths = {mlp.gate.linear.depth, *([] if mlp.up is None else [mlp.up.linear.depth])}
         found.add((mlp.down.width, rows, mlp.down.depth, *sorted(depths)))
         for layer in (mlp.down, mlp.gate.linear):
-            if layer.expert is not None and layer.seen.shape[layer.expert] != router.experts:
+            if layer.expert is not None and layer.seen.shape[layer.expert] != router.experts - routed.zero:
                 return Refusal(
                     "experts", f"weights of {layer.seen.shape[layer.expert]} experts, a router of {router.experts}"
                 )
@@ -103,7 +138,9 @@ def expert_sizes(routed: Routed, router: Router) -> Refusal | tuple[int, int]:
 def clamp_settings(mlp: Mlp) -> dict[str, object]:
     return {
         "activation": mlp.activation,
+        "activation_alpha": short(mlp.alpha),
         "gated": int(mlp.up is not None),
+        "up_offset": short(mlp.offset),
         "clamp": mlp.clamp,
         "gate_limit": short(mlp.gate_limit),
         "up_limit": short(mlp.up_limit),
@@ -128,20 +165,26 @@ def short(number: float) -> float:
 
 def matrix_parameters(name: str, slabs: Slabs, kind: str, zero: bool, dtype: ir.DataType) -> dict[str, Parameter]:
     """The weight, and its scales and zero points, as parameters that are computed when they are read."""
-    stacked = len(slabs) > 1 or slabs[0][0].expert is not None
     values = tuple(dict.fromkeys(v for pieces in slabs for s in pieces for v in s.values()))
     rows = sum(len(s.rows) for s in slabs[0])
     cols = slabs[0][0].seen.shape[slabs[0][0].into]
-    experts = len(slabs) if len(slabs) > 1 else slabs[0][0].seen.shape[slabs[0][0].expert] if stacked else None  # type: ignore[index]
+    stack, experts = slabs[0][0].expert, None
+    if not name.startswith("shared_"):
+        experts = len(slabs) if stack is None else slabs[0][0].seen.shape[stack]
     lead = () if experts is None else (experts,)
     form = _form(slabs)
     noise = cols**-0.5
     found: dict[str, Parameter] = {}
 
     def parameter(what: str, read: Reading, shape: tuple[int, ...], held: ir.DataType) -> None:
+        def compute(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+            whole = joined(slabs, dict(zip(values, arrays, strict=True)), read)
+            alone = experts == 1 and stack is None
+            return whole[None] if whole is not None and alone else whole
+
         found[f"{name}_{what}"] = Parameter(
             values,
-            lambda arrays: joined(slabs, dict(zip(values, arrays, strict=True)), read),
+            compute,
             noise=noise,
             shape=(*lead, *shape),
             form=f"{what} {form}",
@@ -151,7 +194,12 @@ def matrix_parameters(name: str, slabs: Slabs, kind: str, zero: bool, dtype: ir.
 
     if kind == "float":
         source = slabs[0][0].seen.parts[0].source
-        natural = len(values) == 1 and source.dtype == dtype and _is_natural(slabs[0][0])
+        natural = (
+            (stack is not None or experts is None)
+            and len(values) == 1
+            and source.dtype == dtype
+            and _is_natural(slabs[0][0])
+        )
         parameter("weight", lambda s, a: s.numbers(a), (rows, cols), dtype)
         if natural:
             found[f"{name}_weight"] = Parameter((source,), None, noise=noise)
@@ -203,7 +251,8 @@ class Part:
     dtype: ir.DataType
 
     def __call__(self, expert: int) -> np.ndarray:
-        pieces = self.slabs[expert] if len(self.slabs) > 1 else tuple(_only(s, expert) for s in self.slabs[0])
+        stacked = self.slabs[0][0].expert is not None
+        pieces = tuple(_only(s, expert) for s in self.slabs[0]) if stacked else self.slabs[expert]
         arrays = {v: v.const_value.numpy() for s in pieces for v in s.values() if v.const_value is not None}
         made = joined((pieces,), arrays, self.read)
         if made is None:

@@ -59,7 +59,7 @@ class ChannelWriter:
         return self._tensor(np.array(list(numbers), np.int64))
 
     def _write(self, node: ir.Node, inputs: dict[int, str] | None = None, drop: tuple[str, ...] = ()) -> None:
-        proto = ir.to_proto(node)
+        proto = ir.serde.serialize_node(node)
         for place, name in (inputs or {}).items():
             while len(proto.input) <= place:
                 proto.input.append("")

@@ -32,7 +32,7 @@ class Channels(ChannelWriter):
                 if cut:
                     self._rule(node)
                 else:
-                    self.protos.append(ir.to_proto(node))
+                    self.protos.append(ir.serde.serialize_node(node))
 
     # --- rules ------------------------------------------------------------------------------------------------------
 

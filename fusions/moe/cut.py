@@ -14,13 +14,14 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
+from ...custom_ops.moe.spec import BIASES
 from ..candidate import Candidate
 from ..dims import symbol
 from ..graph import GraphView
 from ..proof.extract import Cut, Extract
 from ..proof.shrink import Shrunk
 from ..proof.spread import HeadsMix
-from .block import MoeCandidate, Slabs, matrix_parameters, vector, weight_format
+from .block import MoeCandidate, Slabs, bias_parameter, matrix_parameters, vector, weight_format
 from .channel_writer import Kept, Kinds
 from .channels import Channels
 from .constants import Drawn
@@ -56,13 +57,17 @@ def shrink(view: GraphView, candidate: Candidate, extract: Extract, arrays: Mapp
     inter = _ends(config.intermediate_size, INTER, unit)
     shared = _ends(config.shared_intermediate_size, INTER, unit) if config.shared_intermediate_size else ()
     kept: KeptOf = {}
-    axes = {
+    axes: dict[str, tuple[tuple[int, ...] | None, tuple[int, ...] | None]] = {
         "router": (None, hidden),
         "shared_gate": (None, hidden),
         "gate_up": (inter, hidden),
         "down": (hidden, inter),
         "shared_gate_up": (shared, hidden),
         "shared_down": (hidden, shared),
+        "gate_up_bias": (inter, None),
+        "down_bias": (hidden, None),
+        "shared_gate_up_bias": (shared, None),
+        "shared_down_bias": (hidden, None),
     }
     for name, matrix in candidate.slabs.items():
         rows, cols = axes[name]
@@ -140,9 +145,9 @@ def _whole(slab: Slab, rows: tuple[int, ...]) -> int:
     return count // 2 if count % 2 == 0 and rows[-1] < count // 2 else count
 
 
-def _keep(slab: Slab, rows: tuple[int, ...] | None, cols: tuple[int, ...], kept: KeptOf) -> None:
+def _keep(slab: Slab, rows: tuple[int, ...] | None, cols: tuple[int, ...] | None, kept: KeptOf) -> None:
     for part in slab.seen.parts:
-        wanted = {slab.into: list(cols)}
+        wanted = {} if cols is None else {slab.into: list(cols)}
         if rows is not None:
             wanted[slab.out] = sorted({slab.rows[p] for p in _positions(slab, rows)})
         for axis, indices in wanted.items():
@@ -231,6 +236,9 @@ def _parameters(part: MoeCandidate) -> dict:
         if name in part.slabs:
             slab = part.slabs[name][0][0]
             found[parameter] = replace(found[parameter], compute=_numbers(slab))
+    for name in BIASES:
+        if name in part.slabs:
+            found[name] = bias_parameter(name, part.slabs[name])
     for name, source in part.vectors.items():
         found[name] = vector(name, source, config.num_experts)
     return {n: found[n] for n in part.parameters}

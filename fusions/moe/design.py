@@ -79,6 +79,8 @@ def is_clear(config: MoeConfig, made: Design, logits: np.ndarray) -> np.ndarray:
         else:
             raised = np.exp(logits - logits.max(axis=-1, keepdims=True))
             scores = raised / raised.sum(axis=-1, keepdims=True)
+        if config.choose_by_logits:
+            scores = logits
     choice = scores + made.choice_bias if config.has_expert_bias else scores
     size = np.abs(scores) + (np.abs(made.choice_bias) if config.has_expert_bias else 0.0)
     clear = np.ones(len(choice), bool)

@@ -27,6 +27,7 @@ class Routed:
         weighting: what the router's choices count.
         inputs: values that the experts are applied to, from which tokens are reached by moving data.
         beside: terms of the same sum that are no routed experts.
+        zero: how many experts without weights follow: what they are given is among the inputs.
     """
 
     form: str
@@ -34,14 +35,20 @@ class Routed:
     weighting: Weighting
     inputs: tuple[ir.Value, ...]
     beside: tuple[ir.Value, ...] = ()
+    zero: int = 0
 
 
 def read_routed(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     """The routed experts' weighted sum that a value is."""
+    from .choices import read_added_rows, read_by_choice
     from .grouped import read_grouped
     from .loops import read_loop, read_pair_loop
+    from .zero import read_beside_tokens, read_gathered_or_token
 
-    readings = (read_gathered, read_stacked, read_dense_sum, read_grouped, read_pair_loop, read_loop)
+    readings = (
+        *(read_gathered, read_stacked, read_dense_sum, read_grouped, read_pair_loop, read_loop),
+        *(read_gathered_or_token, read_beside_tokens, read_by_choice, read_added_rows),
+    )
     for reading in readings:
         found = r.attempt(reading, router, value)
         if found is not None:
@@ -74,19 +81,19 @@ def read_gathered(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     if found is not None:
         for weights, outputs in (found, found[::-1]):
             mlp = r.attempt(read_mlp, outputs)
-            if mlp is None or not _gathered_by_ids(r, router, mlp) or mlp.factors:
+            if mlp is None or not is_gathered(r, router, mlp) or mlp.factors:
                 continue
             weighting = read_weighting(r, router, weights)
             if weighting is not None:
-                return Routed("gathered", (mlp,), weighting, _inputs(mlp))
+                return Routed("gathered", (mlp,), weighting, inputs_of(mlp))
         return None
     # the weight is a factor before the down projection
     node = r.node(r.moved(value), "ReduceSum")
     mlp = r.attempt(read_mlp, None if node is None else node.inputs[0])
-    if mlp is None or not _gathered_by_ids(r, router, mlp) or len(mlp.factors) != 1:
+    if mlp is None or not is_gathered(r, router, mlp) or len(mlp.factors) != 1:
         return None
     weighting = read_weighting(r, router, mlp.factors[0])
-    return None if weighting is None else Routed("gathered", (mlp,), weighting, _inputs(mlp))
+    return None if weighting is None else Routed("gathered", (mlp,), weighting, inputs_of(mlp))
 
 
 def linears(mlp: Mlp) -> list[Linear]:
@@ -94,13 +101,19 @@ def linears(mlp: Mlp) -> list[Linear]:
     return [mlp.down, mlp.gate.linear, *([] if mlp.up is None else [mlp.up.linear])]
 
 
-def _gathered_by_ids(r: Reader, router: Router, mlp: Mlp) -> bool:
+def is_gathered(r: Reader, router: Router, mlp: Mlp) -> bool:
+    """Are all weights of an expert gathered by the router's ids?"""
     return all(
-        layer.ids is not None and layer.expert is not None and is_ids(r, router, layer.ids) for layer in linears(mlp)
+        layer.ids is not None
+        and layer.expert is not None
+        and is_ids(r, router, layer.ids)
+        and (layer.bias is None or (layer.bias.ids is not None and is_ids(r, router, layer.bias.ids)))
+        for layer in linears(mlp)
     )
 
 
-def _inputs(mlp: Mlp) -> tuple[ir.Value, ...]:
+def inputs_of(mlp: Mlp) -> tuple[ir.Value, ...]:
+    """What an expert's first projections read."""
     return (mlp.gate.linear.x, *([] if mlp.up is None else [mlp.up.linear.x]))
 
 
@@ -119,7 +132,7 @@ def read_stacked(r: Reader, router: Router, value: ir.Value) -> Routed | None:
             continue
         weighting = read_dense(r, router, weights)
         if weighting is not None:
-            return Routed("stacked", (mlp,), weighting, _inputs(mlp))
+            return Routed("stacked", (mlp,), weighting, inputs_of(mlp))
     return None
 
 
@@ -170,7 +183,7 @@ def _three_as(
     if mlp is None or mlp.factors or any(x.expert is None or x.ids is not None for x in linears(mlp)):
         return None
     weighting = read_dense(r, router, dense)
-    return None if weighting is None else Routed("stacked", (mlp,), weighting, _inputs(mlp))
+    return None if weighting is None else Routed("stacked", (mlp,), weighting, inputs_of(mlp))
 
 
 def read_dense_sum(r: Reader, router: Router, value: ir.Value) -> Routed | None:
@@ -181,27 +194,71 @@ def read_dense_sum(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     terms = r.terms(value)
     if len(terms) < 2:
         return None
-    experts: dict[int, Mlp] = {}
-    weightings: set[Weighting] = set()
+    parts = Parts(router)
     beside: list[ir.Value] = []
     for term in terms:
         if r.is_filled(term, 0.0):
             continue
         read = r.attempt(_weighted, router, term)
+        if read is not None and not parts.add(r, (read[0],), read[1], read[2], inputs_of(read[1])):
+            return None
         if read is None:
             beside.append(term)
-            continue
-        number, mlp, weighting = read
-        if number in experts:
+    from .zero import read_weighted_token
+
+    # experts without weights are read when it is known what the others are given
+    for term in list(beside):
+        given = r.attempt(read_weighted_token, router, term, parts)
+        if given is not None and parts.add(r, given[0], None, given[1], (given[2],)):
+            beside.remove(term)
+    return parts.routed(r, "dense", "a sum of {} weighted experts", tuple(beside))
+
+
+class Parts:
+    """Experts as they are found one by one, those without weights too."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.experts: dict[int, Mlp] = {}
+        self.zero: set[int] = set()
+        self.weightings: set[Weighting] = set()
+        self.inputs: list[ir.Value] = []
+
+    def add(
+        self,
+        r: Reader,
+        numbers: tuple[int, ...],
+        mlp: Mlp | None,
+        weighting: Weighting,
+        inputs: tuple[ir.Value, ...] | list[ir.Value],
+    ) -> bool:
+        """One expert, or (``mlp`` None) some that give back what they are given. False: one was there before."""
+        if any(n in self.experts or n in self.zero for n in numbers):
+            return False
+        if mlp is None:
+            self.zero.update(numbers)
+        else:
+            self.experts[numbers[0]] = mlp
+        self.weightings.add(weighting)
+        self.inputs += inputs
+        return True
+
+    def reads(self, r: Reader, value: ir.Value) -> bool:
+        """Is a value moved from where experts' inputs are moved from?"""
+        mine = set(r.trail(value))
+        return any(mine & set(r.trail(x)) for x in self.inputs[:1])
+
+    def routed(self, r: Reader, form: str, words: str, beside: tuple[ir.Value, ...]) -> Routed | None:
+        """All of them, where the ones without weights are the last ones."""
+        own, every = len(self.experts), self.router.experts
+        found = sorted(self.experts) == list(range(own)) and self.zero == set(range(own, every)) and own > 0
+        if not found or len(self.weightings) != 1 or len(beside) > 1:
+            if own:
+                with_zero = f" and {len(self.zero)} without weights" if self.zero else ""
+                r.refuse(f"{words.format(own)}{with_zero}, where the router has {every}")
             return None
-        experts[number] = mlp
-        weightings.add(weighting)
-    if sorted(experts) != list(range(router.experts)) or len(weightings) != 1 or len(beside) > 1:
-        if experts:
-            r.refuse(f"a sum of {len(experts)} weighted experts, where the router has {router.experts}")
-        return None
-    in_order = tuple(experts[i] for i in range(router.experts))
-    return Routed("dense", in_order, weightings.pop(), tuple(x for m in in_order for x in _inputs(m)), tuple(beside))
+        in_order = tuple(self.experts[i] for i in range(own))
+        return Routed(form, in_order, next(iter(self.weightings)), tuple(self.inputs), beside, len(self.zero))
 
 
 def _weighted(r: Reader, router: Router, value: ir.Value) -> tuple[int, Mlp, Weighting] | None:
@@ -234,5 +291,5 @@ def _stack_sum(r: Reader, router: Router, value: ir.Value) -> Routed | None:
             continue
         weighting = read_dense(r, router, weights)
         if weighting is not None and not any(m.factors for m in known):
-            return Routed("dense", known, weighting, tuple(x for m in known for x in _inputs(m)))
+            return Routed("dense", known, weighting, tuple(x for m in known for x in inputs_of(m)))
     return None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import onnx_ir as ir
+
 from ...custom_ops.common.refusal import Refusal
+from ...custom_ops.moe.body import OPSETS
 from ...custom_ops.moe.spec import cuda_refusal
 from ..candidate import Candidate
 from ..fuse import FusePass, Place
 from ..graph import GraphView
 from ..proof import Prover
-from ..result import ProofReport, RegionReport
+from ..result import PassReport, ProofReport, RegionReport
 from .op import MOE
 from .recognise import read_site
+from .scaled import ScaledWeights
 from .sites import Site, find_sites
 
 
@@ -24,6 +28,14 @@ class FuseMoe(FusePass):
     gives = frozenset({"moe"})
     op = MOE
 
+    def run(self, model: ir.Model, report: PassReport) -> None:
+        weights = ScaledWeights(model)
+        weights.rewrite()
+        try:
+            super().run(model, report)
+        finally:
+            weights.restore()
+
     def places(self, view: GraphView) -> list[Place]:
         return list(find_sites(view))
 
@@ -34,6 +46,10 @@ class FuseMoe(FusePass):
         found = read_site(view, place)
         if isinstance(found, Refusal):
             return found
+        opset = view.graph.opset_imports.get("", 0)
+        if opset not in OPSETS:
+            needs = f"the fused node's function body needs {OPSETS[0]} to {OPSETS[-1]}: convert the model first"
+            return Refusal("opset", f"opset {opset}: {needs}", place.name)
         return self._named(found, region)
 
     @staticmethod
@@ -44,4 +60,5 @@ class FuseMoe(FusePass):
 
     def notes(self, candidate: Candidate, proof: ProofReport | None) -> list[str]:
         limited = cuda_refusal(candidate.config)
-        return [] if limited is None else [f"on CUDA the portable body runs it: {limited.reason}"]
+        instead = "on CUDA ONNX Runtime's QMoE or the portable body runs it"
+        return [] if limited is None else [f"{instead}: {limited.reason}"]

@@ -8,14 +8,14 @@ and the histogram's arithmetic is run for each expert's number.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from ..graph import INTEGER_TYPES, attribute_int, attribute_string
 from .forms import Routed, linears
-from .linear import Linear, read_linear
+from .linear import Linear, read_bias, read_linear
 from .mlp import read_mlp
 from .reader import Reader
 from .router import Router
@@ -172,6 +172,21 @@ class _Grouped:
         self.router, self.chosen = router, chosen
 
     def linear(self, r: Reader, value: ir.Value | None) -> Linear | None:
+        add = r.node(value, "Add")
+        if add is None:
+            return self._rows(r, value)
+        for base, bias in (add.inputs, add.inputs[::-1]):
+            layer = None if base is None or bias is None else r.attempt(self._rows_of, base)
+            found = None if layer is None or bias is None else read_bias(r, layer, bias)
+            if layer is not None and found is not None and found.ids is not None and value is not None:
+                # each row's own expert's, by the sorted numbers
+                return replace(layer, y=value, bias=found) if r.moved(found.ids) is self.chosen.ids else None
+        return None
+
+    def _rows_of(self, r: Reader, value: ir.Value | None) -> Linear | None:
+        return self._rows(r, r.moved(value))
+
+    def _rows(self, r: Reader, value: ir.Value | None) -> Linear | None:
         node = r.node(value, "Concat")
         if node is None or value is None or len(node.inputs) != self.router.experts or attribute_int(node, "axis", 0):
             return None

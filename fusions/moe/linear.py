@@ -7,8 +7,26 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from ..graph import attribute_float, attribute_int, attribute_ints, attribute_string, is_op, rank_of, static_dims
-from .reader import Reader
-from .stored import Quantized, Seen, see
+from .reader import Reader, last_dim
+from .stored import HALF, Quantized, Seen, rounded, see
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A constant that is added to what a linear layer gives, or a row of it for each choice.
+
+    Attributes:
+        given: the value that is added.
+        seen: the constant behind it.
+        expert, out: its axes of experts (None: one for all) and output channels.
+        ids: which expert's row each choice takes; None where it is not gathered.
+    """
+
+    given: ir.Value
+    seen: Seen
+    expert: int | None
+    out: int
+    ids: ir.Value | None = None
 
 
 @dataclass(frozen=True)
@@ -22,7 +40,7 @@ class Linear:
         expert, out, into: axes of ``seen``: experts (None for one matrix), output channels, input channels.
         ids: which expert's weights each row takes; None where it is not gathered.
         rows: the axis of ``y`` that holds the output channels, from the end.
-        bias: a constant that is added.
+        bias: what is added.
     """
 
     x: ir.Value
@@ -33,7 +51,7 @@ class Linear:
     into: int
     ids: ir.Value | None
     rows: int
-    bias: ir.Value | None = None
+    bias: Bias | None = None
 
     @property
     def width(self) -> int:
@@ -59,14 +77,60 @@ def read_linear(r: Reader, value: ir.Value | None) -> Linear | None:
     if value is None or r.view.is_const(value):
         return None
     node = r.node(value, "Add")
-    if node is not None:
-        for one, other in ((0, 1), (1, 0)):
-            bias = node.inputs[other]
-            if bias is not None and r.view.is_const(bias):
-                inner = _bare(r, node.inputs[one])
-                return None if inner is None or inner.bias is not None else replace(inner, bias=bias, y=value)
+    if node is None:
+        return _bare(r, value)
+    for one, other in ((0, 1), (1, 0)):
+        found = r.attempt(_biased, value, node.inputs[one], node.inputs[other])
+        if found is not None:
+            return found
+    return None
+
+
+def _biased(r: Reader, y: ir.Value, base: ir.Value | None, bias: ir.Value | None) -> Linear | None:
+    """The layer that gives ``base``, moved at most, with a bias."""
+    if base is None or bias is None:
         return None
-    return _bare(r, value)
+    inner, rows = _bare(r, base), -1
+    if inner is None:
+        inner = _bare(r, r.moved(base))
+        if inner is None or inner.width != last_dim(base):
+            return None
+    else:
+        rows = inner.rows
+    if inner.bias is not None:
+        return None
+    found = read_bias(r, inner, bias, rows)
+    return None if found is None else replace(inner, bias=found, y=y, rows=rows)
+
+
+def read_bias(r: Reader, layer: Linear, value: ir.Value, rows: int = -1) -> Bias | None:
+    """What a value is that is added to a layer's result, of which the axis ``rows`` from the end holds the channels."""
+    if r.view.is_const(value):
+        seen = see(r.view, value)
+        if seen is None or len(seen.axes) < -rows:
+            return None
+        long = [i for i, size in enumerate(seen.shape) if size != 1 or i == len(seen.axes) + rows]
+        if layer.expert is None or layer.ids is not None:
+            wanted = [layer.width]
+        else:
+            wanted = [layer.seen.shape[layer.expert], layer.width]
+        if [seen.shape[i] for i in long] != wanted or long[-1] != len(seen.axes) + rows:
+            return None
+        return Bias(value, seen, long[0] if len(long) == 2 else None, long[-1])
+    gather = r.node(r.moved(value), "Gather", "GatherND")
+    if gather is None or rows != -1 or layer.expert is None:
+        return None
+    if value.dtype not in HALF and any(v.dtype in HALF and gather.outputs[0].dtype != v.dtype for v in r.trail(value)):
+        return None  # rounded on its way
+    seen, index = see(r.view, gather.inputs[0]), gather.inputs[1]
+    if seen is None or index is None or seen.shape != (layer.seen.shape[layer.expert], layer.width):
+        return None
+    dims = static_dims(index)
+    if gather.op_type == "Gather" and attribute_int(gather, "axis", 0) % 2 != 0:
+        return None
+    if gather.op_type == "GatherND" and (attribute_int(gather, "batch_dims", 0) or dims is None or dims[-1] != 1):
+        return None
+    return Bias(value, seen, 0, 1, index)
 
 
 def _bare(r: Reader, value: ir.Value | None) -> Linear | None:
@@ -104,7 +168,11 @@ def _gemm(r: Reader, node: ir.Node, value: ir.Value) -> Linear | None:
     if bias is not None and (attribute_float(node, "beta", 1.0) != 1.0 or not r.view.is_const(bias)):
         return None
     assert node.inputs[0] is not None
-    return Linear(node.inputs[0], value, weights.seen, weights.expert, out, into, weights.ids, -1, bias)
+    found = Linear(node.inputs[0], value, weights.seen, weights.expert, out, into, weights.ids, -1)
+    if bias is None:
+        return found
+    added = read_bias(r, found, bias)
+    return None if added is None else replace(found, bias=added)
 
 
 def _einsum(r: Reader, node: ir.Node, value: ir.Value) -> Linear | None:
@@ -170,7 +238,7 @@ def _gathered(r: Reader, value: ir.Value) -> _Weights | None:
     if node.op_type == "DequantizeLinear":
         return _dequantized(r, node)
     inner = _gathered(r, source)
-    if inner is None:
+    if inner is None or (node.op_type == "Cast" and rounded(inner.seen, source, value)):
         return None
     if node.op_type == "Transpose":
         order = attribute_ints(node, "perm")

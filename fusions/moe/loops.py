@@ -5,11 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ..graph import attribute_int, attribute_string, static_dims
-from .forms import Routed, choices_sum, linears
+from .forms import Parts, Routed, choices_sum, linears
 from .mlp import Mlp, read_mlp
 from .reader import Reader
 from .router import Router
 from .weights import Weighting, read_chosen, read_weighting
+from .zero import read_weighted_token
 
 
 class Places:
@@ -105,9 +106,7 @@ def _untransposed(r: Reader, value: ir.Value | None) -> bool:
 
 def read_loop(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     """``out[token] += expert(x[token]) * weight[token, choice]`` for each expert in turn."""
-    experts: dict[int, Mlp] = {}
-    weightings: set[Weighting] = set()
-    inputs: list[ir.Value] = []
+    parts = Parts(router)
     beside: list[ir.Value] = []
     stack: list[ir.Value | None] = [value]
     while stack:
@@ -123,25 +122,21 @@ def read_loop(r: Reader, router: Router, value: ir.Value) -> Routed | None:
             stack.extend(node.inputs)
             continue
         step = r.attempt(_step, router, current)
-        if step is None or step[0] in experts:
+        if step is None or not parts.add(r, (step[0],), *step[1:4]):
             return None
-        number, mlp, weighting, rows, before = step
-        experts[number] = mlp
-        weightings.add(weighting)
-        inputs += rows
-        stack.append(before)
-    if sorted(experts) != list(range(router.experts)) or len(weightings) != 1 or len(beside) > 1:
-        if experts:
-            r.refuse(f"a loop over {len(experts)} experts, where the router has {router.experts}")
-        return None
-    in_order = tuple(experts[i] for i in range(router.experts))
-    return Routed("loop", in_order, weightings.pop(), tuple(inputs), tuple(beside))
+        stack.append(step[4])
+    for term in list(beside):  # experts without weights, outside of the loop
+        given = r.attempt(read_weighted_token, router, term, parts)
+        if given is not None and parts.add(r, given[0], None, given[1], (given[2],)):
+            beside.remove(term)
+    return parts.routed(r, "loop", "a loop over {} experts", tuple(beside))
 
 
 def _step(
     r: Reader, router: Router, value: ir.Value
-) -> tuple[int, Mlp, Weighting, list[ir.Value], ir.Value | None] | None:
-    """(expert's number, expert, weights, what it reads, what it is added to) of one turn of the loop."""
+) -> tuple[int, Mlp | None, Weighting, list[ir.Value], ir.Value | None] | None:
+    """(expert's number, expert, weights, what it reads, what it is added to) of one turn of the loop; without an expert
+    where what it reads is what it gives."""
     node = r.node(value, "ScatterND", "ScatterElements")
     if node is None:
         return None
@@ -207,7 +202,9 @@ def _taken(r: Reader, router: Router, value: ir.Value | None, places: Places) ->
     return node.inputs[0]
 
 
-def _update(r: Reader, router: Router, value: ir.Value, places: Places) -> tuple[Mlp, Weighting, list[ir.Value]] | None:
+def _update(
+    r: Reader, router: Router, value: ir.Value, places: Places
+) -> tuple[Mlp | None, Weighting, list[ir.Value]] | None:
     node = r.node(r.moved(value), "Mul")
     if node is None:
         return None
@@ -216,6 +213,9 @@ def _update(r: Reader, router: Router, value: ir.Value, places: Places) -> tuple
         if weighting is None:
             continue
         mlp = r.attempt(read_mlp, output)
+        given = r.attempt(_taken, router, output, places) if mlp is None else None
+        if given is not None:
+            return None, weighting, [given]
         if mlp is None or mlp.factors or not single(mlp):
             return None
         rows = [_taken(r, router, x, places) for x in {mlp.gate.linear.x, *([mlp.up.linear.x] if mlp.up else [])}]
@@ -286,7 +286,7 @@ def read_pair_loop(r: Reader, router: Router, value: ir.Value) -> Routed | None:
         weighting = read_weighting(r, router, weights)
         if weighting is not None:
             experts, inputs = filled
-            return Routed("pair loop", experts, weighting, inputs)
+            return Routed("pair loop", experts, weighting, inputs, zero=router.experts - len(experts))
     return None
 
 
@@ -320,7 +320,12 @@ def _filled_rows(
             inputs += [x for x in rows if x is not None]
         experts[expert] = mlp
         current = r.moved(before)
-    # every choice is some expert's, so what the rows held before does not matter; it must be harmless all the same
-    if sorted(experts) != list(range(router.experts)) or current is None or not r.is_filled(current, 0.0):
+    if not experts or sorted(experts) != list(range(len(experts))) or current is None:
         return None
-    return tuple(experts[i] for i in range(router.experts)), tuple(inputs)
+    if len(experts) < router.experts:
+        # rows that no expert writes hold what they were given
+        inputs.append(current)
+    elif not r.is_filled(current, 0.0):
+        # every choice is some expert's, so what the rows held before does not matter; it must be harmless all the same
+        return None
+    return tuple(experts[i] for i in range(len(experts))), tuple(inputs)

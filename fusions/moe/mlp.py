@@ -26,7 +26,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Mlp:
-    """``down (act(gate x) * (up x))``, or ``down act(gate x)`` without ``up``.
+    """``down (act(gate x) * (up x + offset))``, or ``down act(gate x)`` without ``up``.
 
     ``factors`` are further factors of the product before the down projection (an expert's weight, say).
     """
@@ -39,6 +39,8 @@ class Mlp:
     gate_limit: float
     up_limit: float
     factors: tuple[ir.Value, ...] = ()
+    alpha: float = 1.0
+    offset: float = 0.0
 
     @property
     def x(self) -> ir.Value:
@@ -46,7 +48,15 @@ class Mlp:
 
     def settings(self) -> tuple[object, ...]:
         """What all experts of a block must share."""
-        return (self.activation, self.clamp, self.gate_limit, self.up_limit, self.up is None)
+        return (
+            self.activation,
+            self.alpha,
+            self.offset,
+            self.clamp,
+            self.gate_limit,
+            self.up_limit,
+            self.up is None,
+        )
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class _Act:
     kind: str
     x: ir.Value
     after: float = math.inf
+    alpha: float = 1.0  # silu is x sigmoid(alpha x)
 
 
 def read_mlp(
@@ -63,11 +74,12 @@ def read_mlp(
     down = linear(r, r.moved(value))
     if down is None:
         return None
-    if down.bias is not None:
-        r.refuse("the experts' projections have biases, which the op does not take")
-        return None
     hidden = r.moved(down.x)
-    return r.attempt(_gated, hidden, down, linear) or r.attempt(_plain, hidden, down, linear)
+    found = r.attempt(_gated, hidden, down, linear) or r.attempt(_plain, hidden, down, linear)
+    if found is not None and found.factors and down.bias is not None:
+        r.refuse("a factor before a down projection that has a bias")
+        return None
+    return found
 
 
 def _plain(r: Reader, hidden: ir.Value | None, down: Linear, linear: Callable[..., Linear | None]) -> Mlp | None:
@@ -77,7 +89,7 @@ def _plain(r: Reader, hidden: ir.Value | None, down: Linear, linear: Callable[..
     gate = _half(r, act.x, linear)
     if gate is None or len(gate.rows) != gate.linear.width:
         return None
-    return Mlp(down, gate, None, act.kind, "none", math.inf, math.inf)
+    return Mlp(down, gate, None, act.kind, "none", math.inf, math.inf, alpha=act.alpha)
 
 
 def _gated(r: Reader, hidden: ir.Value | None, down: Linear, linear: Callable[..., Linear | None]) -> Mlp | None:
@@ -101,11 +113,11 @@ def _gated(r: Reader, hidden: ir.Value | None, down: Linear, linear: Callable[..
         sigmoid = r.node(factor, "Sigmoid")
         if sigmoid is None:
             continue
-        twins = [f for f in rest if same(f, sigmoid.inputs[0])]
+        twins = [(f, alpha) for f in rest if (alpha := _slope(r, sigmoid.inputs[0], f)) is not None]
         if twins:
-            left = [f for f in rest if f is not twins[0]]
+            left = [f for f in rest if f is not twins[0][0]]
             for j, up in enumerate(left):
-                silu = _Act("silu", twins[0])
+                silu = _Act("silu", twins[0][0], alpha=twins[0][1])
                 found = r.attempt(_from, silu, up, down, linear, tuple(left[:j] + left[j + 1 :]))
                 if found is not None:
                     return found
@@ -127,7 +139,8 @@ def _from(
     linear: Callable[..., Linear | None],
     factors: tuple[ir.Value, ...],
 ) -> Mlp | None:
-    up_x, up_low, up_high = r.bounded(r.moved(up_value))
+    offset, up_base = _offset(r, r.moved(up_value))
+    up_x, up_low, up_high = r.bounded(up_base)
     gate_x, gate_low, gate_high = r.bounded(r.moved(act.x))
     if up_x is None or gate_x is None or gate_low != -math.inf or up_low != -up_high:
         r.refuse("a clamp of the experts that is neither one-sided on the gate nor symmetric on the up projection")
@@ -142,13 +155,44 @@ def _from(
     gate, up = _half(r, gate_x, linear), _half(r, up_x, linear)
     if gate is None or up is None:
         return None
-    if gate.linear.bias is not None or up.linear.bias is not None:
-        r.refuse("the experts' projections have biases, which the op does not take")
+    if (gate.linear.bias is None) != (up.linear.bias is None):
+        r.refuse("of gate and up projection one has a bias")
         return None
     if len(gate.rows) != len(up.rows):
         return None
     limit = act.after if clamp == "after" else gate_high
-    return Mlp(down, gate, up, act.kind, clamp, limit, up_high, factors)
+    return Mlp(down, gate, up, act.kind, clamp, limit, up_high, factors, act.alpha, offset)
+
+
+def _offset(r: Reader, value: ir.Value | None) -> tuple[float, ir.Value | None]:
+    """A number that is added, and what it is added to."""
+    add = r.attempt(_added_number, value)
+    return (0.0, value) if add is None else add
+
+
+def _added_number(r: Reader, value: ir.Value | None) -> tuple[float, ir.Value | None] | None:
+    add = r.node(value, "Add")
+    if add is None:
+        return None
+    for number, other in (add.inputs, add.inputs[::-1]):
+        scalar = r.scalar(number)
+        if scalar is not None:
+            return scalar, r.moved(other)
+    return None
+
+
+def _slope(r: Reader, value: ir.Value | None, x: ir.Value) -> float | None:
+    """The number by which x is multiplied: 1 where the value is x."""
+    if same(value, x):
+        return 1.0
+    product = r.node(r.moved(value), "Mul")
+    if product is None:
+        return None
+    for number, other in (product.inputs, product.inputs[::-1]):
+        scalar = r.scalar(number)
+        if scalar is not None and same(other, x):
+            return scalar
+    return None
 
 
 # --- activations ----------------------------------------------------------------------------------------------------
@@ -163,30 +207,31 @@ def _activation(r: Reader, value: ir.Value | None) -> _Act | None:
     for reading in (_silu, _gelu_op, _relu2, _gelu_written):
         found = r.attempt(reading, inner)
         if found is not None:
-            return _Act(found.kind, found.x, high)
+            return _Act(found.kind, found.x, high, found.alpha)
     return None
 
 
 def _silu(r: Reader, value: ir.Value) -> _Act | None:
     producer = value.producer()
-    if is_op(producer, "Swish") and producer is not None and attribute_float(producer, "alpha", 1.0) == 1.0:
+    if is_op(producer, "Swish") and producer is not None:
         r.marks.add(producer)
         assert producer.inputs[0] is not None
-        return _Act("silu", producer.inputs[0])
+        return _Act("silu", producer.inputs[0], alpha=attribute_float(producer, "alpha", 1.0))
     if producer is not None and producer.domain == "com.microsoft" and producer.op_type == "QuickGelu":
-        if attribute_float(producer, "alpha", 1.702) != 1.0 or producer.inputs[0] is None:
+        if producer.inputs[0] is None:
             return None
         r.marks.add(producer)
-        return _Act("silu", producer.inputs[0])
+        return _Act("silu", producer.inputs[0], alpha=attribute_float(producer, "alpha", 1.702))
     node = r.node(value, "Mul")
     if node is None:
         return None
     for one, other in ((0, 1), (1, 0)):
         sigmoid = r.node(r.moved(node.inputs[one]), "Sigmoid")
         x = node.inputs[other]
-        if sigmoid is not None and x is not None and same(sigmoid.inputs[0], x):
+        alpha = None if sigmoid is None or x is None else _slope(r, sigmoid.inputs[0], x)
+        if sigmoid is not None and x is not None and alpha is not None:
             r.moved(sigmoid.inputs[0])
-            return _Act("silu", x)
+            return _Act("silu", x, alpha=alpha)
     return None
 
 

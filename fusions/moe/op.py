@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ...custom_ops.moe import body, call
 from ...custom_ops.moe.reference import reference
-from ...custom_ops.moe.spec import MoeConfig
+from ...custom_ops.moe.spec import BIASES, MoeConfig
 from ..candidate import Candidate
 from ..graph import GraphView
 from ..op import Arrays, Case, FusedOp
@@ -26,7 +26,7 @@ TOKENS = (9, 1, 33, 4)
 HOSTILE = ("normal", "low", "high", "groups", "saturated", "one expert", "large", "small", "zeros", "many")
 #: Case names of the turns that a frozen graph takes to reach every expert.
 _TURN = "turn "
-_FLOAT32 = frozenset({"router_weight", "router_bias", "expert_bias", "shared_gate_weight"})
+_FLOAT32 = frozenset({"router_weight", "router_bias", "expert_bias", "shared_gate_weight", *BIASES})
 
 
 class MoeOp(FusedOp):
@@ -75,6 +75,17 @@ class MoeOp(FusedOp):
             turns = -(-len(cover(config)) // max(1, length * plan[0].sizes["batch"]))
             plan += [Case(f"{_TURN}{i}", plan[0].sizes, required=True) for i in range(turns)]
         return plan
+
+    def unforeseen(self, candidate: Candidate, rng: np.random.Generator) -> list[Case]:
+        sizes = self.sizes(candidate)
+        drawn = {"batch": rng.permutation(np.arange(3, 8)), "tokens": rng.permutation(np.arange(5, 13))}
+        fixed = {"batch": sizes.get("batch", 1), "tokens": sizes.get("tokens")}
+        if all(isinstance(number, int) for number in fixed.values()):
+            return []
+        return [
+            Case("normal", {n: number if isinstance(number, int) else int(drawn[n][i]) for n, number in fixed.items()})
+            for i in range(2)
+        ]
 
     def draw(self, candidate: Candidate, case: Case, seed: int) -> Arrays:
         config: MoeConfig = candidate.config

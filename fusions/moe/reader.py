@@ -151,7 +151,16 @@ class Reader:
             flat = array.reshape(-1)
             return float(flat[0]) if flat.size and bool(np.all(flat == flat[0])) else None
         producer = self.node(
-            value, "ConstantOfShape", "Expand", "Cast", "CastLike", "Identity", "Reshape", "Unsqueeze", "Tile"
+            value,
+            "ConstantOfShape",
+            "Expand",
+            "Cast",
+            "CastLike",
+            "Identity",
+            "Reshape",
+            "Unsqueeze",
+            "Tile",
+            "Transpose",
         )
         if producer is None:
             return None

@@ -17,6 +17,8 @@ from .block import (
     HALF,
     MoeCandidate,
     Slabs,
+    bias_parameter,
+    biases,
     clamp_settings,
     expert_sizes,
     matrices,
@@ -144,12 +146,16 @@ def _candidate(
         return Refusal("input", f"experts and shared expert do not read the same {hidden} channels", site.name)
     settings: dict[str, Any] = {
         "num_experts": router.experts,
+        "zero_experts": routed.zero,
         "top_k": router.top_k,
         "hidden_size": hidden,
         "intermediate_size": inter,
         "score_function": router.function,
         "norm_topk_prob": int(routed.weighting.norm),
+        # of softmax's scores those are largest whose logits are, and no two become equal that count
+        "choose_by_logits": int(router.by_logits and (router.function == "sigmoid" or router.bias is not None)),
         "norm_eps": short(routed.weighting.eps),
+        "norm_min": short(routed.weighting.least),
         "routed_scaling_factor": short(routed.weighting.scale * end.scale),
         "masked_weights": int(routed.weighting.masked),
         **clamp_settings(routed.experts[0]),
@@ -185,7 +191,7 @@ def _candidate(
             tuple(slab.values()), lambda a: slab.numbers(dict(zip(slab.values(), a, strict=True))), form="router"
         )
         if layer.bias is not None:
-            vectors["router_bias"] = layer.bias
+            vectors["router_bias"] = layer.bias.given
             settings["has_router_bias"] = True
     if router.bias is not None:
         vectors["expert_bias"] = router.bias
@@ -211,6 +217,13 @@ def _candidate(
         for name, matrix in (("gate_up", gate_up), ("down", down)):
             slabs[f"{prefix}{name}"] = matrix
             parameters |= matrix_parameters(f"{prefix}{name}", matrix, kind, zero, dtype)
+        added = biases([shared.mlp] if prefix and shared is not None else routed.experts)
+        if isinstance(added, Refusal):
+            return added
+        for name, pieces in added.items():
+            slabs[f"{prefix}{name}_bias"] = pieces
+            settings[f"has_{prefix}{name}_bias"] = True
+            parameters[f"{prefix}{name}_bias"] = bias_parameter(f"{prefix}{name}_bias", pieces)
     if shared is not None and shared.gate is not None:
         gate_slab = Slab.of(shared.gate)
         slabs["shared_gate"] = ((gate_slab,),)

@@ -53,11 +53,23 @@ def _without_router(view: GraphView, order: list[ir.Node], known: set[ir.Value])
         if data is None or index is None or not view.is_const(data) or view.is_const(index):
             continue
         source = Reader(view).moved(index)
-        if source is None or source in known or source in found or not _is_multiplied(view, node.outputs[0]):
+        if source is None or source in found or not _is_multiplied(view, node.outputs[0]):
+            continue
+        if _made_of(view, source, known):
             continue
         name = scope_of(node) or node.name or f"node {view.position[node]}"
         found[source] = Site(name, "gathered", Region([], [node], []), [node], None, Reader(view), order, source)
     return list(found.values())
+
+
+def _made_of(view: GraphView, value: ir.Value, known: set[ir.Value], depth: int = 6) -> bool:
+    """Is an index a router's ids, or made of them in a few steps?"""
+    if value in known:
+        return True
+    producer = value.producer()
+    if producer is None or depth == 0:
+        return False
+    return any(_made_of(view, v, known, depth - 1) for v in producer.inputs if v is not None and view.is_integer(v))
 
 
 def _is_multiplied(view: GraphView, value: ir.Value) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -44,6 +44,13 @@ class Slab:
             linear.into,
             rows if rows is not None else tuple(range(linear.width)),
         )
+
+    @staticmethod
+    def of_bias(linear: Linear, rows: tuple[int, ...]) -> Slab:
+        """The layer's bias as a matrix of one column."""
+        assert linear.bias is not None
+        seen = linear.bias.seen
+        return Slab(replace(seen, axes=(*seen.axes, None)), linear.bias.expert, linear.bias.out, len(seen.axes), rows)
 
     @property
     def order(self) -> tuple[int, ...]:

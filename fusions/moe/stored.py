@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ..graph import FLOAT_TYPES, GraphView, attribute_int, attribute_ints, is_op, static_dims
 
+HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 #: The axis along which several stored tensors are stacked.
 STACKED = -1
 Arrays = dict[ir.Value, np.ndarray]
@@ -204,9 +205,18 @@ def _same(view: GraphView, node: ir.Node, inner: Seen, value: ir.Value) -> Seen 
 
 
 def _cast(view: GraphView, node: ir.Node, inner: Seen, value: ir.Value) -> Seen | None:
-    """Between float types only: integers that become floats are no weights as they stand."""
+    """Between float types only: integers that become floats are no weights as they stand. Nor are numbers that lose
+    digits on their way to a type that could hold them."""
     source = node.inputs[0]
-    return inner if source is not None and {source.dtype, value.dtype} <= FLOAT_TYPES else None
+    if source is None or not {source.dtype, value.dtype} <= FLOAT_TYPES:
+        return None
+    return None if rounded(inner, source, value) else inner
+
+
+def rounded(seen: Seen, source: ir.Value, value: ir.Value) -> bool:
+    """Does a cast from ``source`` to ``value`` widen what was stored with more digits than it has there?"""
+    stored = {part.source.dtype for part in seen.parts if part.quantized is None}
+    return source.dtype in HALF and value.dtype not in HALF and not stored <= {source.dtype}
 
 
 _STEPS = {

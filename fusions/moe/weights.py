@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from ..graph import attribute_int, attribute_string, static_dims
+from .groups import LOWEST, read_one_hot
 from .reader import Reader, last_dim
-from .router import Router, read_one_hot
+from .router import Router
 from .stored import slice_of
 
 
@@ -21,15 +23,60 @@ class Weighting:
     eps: float = 0.0
     scale: float = 1.0
     masked: bool = False
+    least: float = 0.0  # of what they are divided by
+    own_only: bool = False  # 0 for the choices of experts without weights
 
 
 def is_ids(r: Reader, router: Router, value: ir.Value | None) -> bool:
-    """Is a value the router's ids, moved at most?"""
+    """Is a value the router's ids, moved at most? Where the router has a bound: some other expert's from there on."""
     level = r.marks.level()
-    if r.moved(value) is router.ids:
+    base = r.moved(value)
+    if base is router.ids or (router.bound is not None and _bounded_ids(r, router, base)):
         return True
     r.marks.back(level)
     return False
+
+
+def _bounded_ids(r: Reader, router: Router, value: ir.Value | None) -> bool:
+    """Ids below the bound as they are, and any valid number for the others."""
+    free, bound = replace(router, bound=None), router.bound
+    assert bound is not None
+    node = r.node(value, "Where", "Min", "Clip", "Mul")
+    if node is None:
+        return False
+    if node.op_type == "Where":
+        condition, yes, no = node.inputs
+        split = read_split(r, free, condition)
+        if split is None or split[0] != bound:
+            return False
+        own, other = (no, yes) if split[1] else (yes, no)
+        number = r.filled(other)
+        return is_ids(r, free, own) and number is not None and 0 <= number < bound
+    if node.op_type == "Mul":
+        for mask, ids in (node.inputs, node.inputs[::-1]):
+            if r.attempt(read_split, free, mask) == (bound, False) and is_ids(r, free, ids):
+                return True
+        return False
+    low, high = r.bounds(node)
+    ids = next((v for v in node.inputs if v is not None and not r.view.is_const(v)), None)
+    return low <= 0 and high == bound - 1 and is_ids(r, free, ids)
+
+
+def read_split(r: Reader, router: Router, value: ir.Value | None) -> tuple[int, bool] | None:
+    """(n, is it true from n on) of a mask over the choices: whether an expert's number is n or more, or less than n."""
+    base = r.moved(value)
+    while (cast := r.node(base, "Cast")) is not None:
+        base = r.moved(cast.inputs[0])
+    node = r.node(base, "GreaterOrEqual", "Greater", "Less", "LessOrEqual", "Not")
+    if node is None:
+        return None
+    if node.op_type == "Not":
+        inner = read_split(r, router, node.inputs[0])
+        return None if inner is None else (inner[0], not inner[1])
+    number = r.scalar(node.inputs[1])
+    if number is None or number != int(number) or not is_ids(r, router, node.inputs[0]):
+        return None
+    return int(number) + (node.op_type in ("Greater", "LessOrEqual")), node.op_type.startswith("Greater")
 
 
 def read_weighting(r: Reader, router: Router, value: ir.Value | None) -> Weighting | None:
@@ -38,13 +85,22 @@ def read_weighting(r: Reader, router: Router, value: ir.Value | None) -> Weighti
     if base is None:
         return None
     if base is router.values:
+        if router.by_logits:
+            r.refuse("weights are chosen logits as they are")
+            return None
         if not router.values_are_scores:
             r.refuse("weights are chosen choices, biased or masked with minus infinity, not scores")
             return None
         return Weighting(masked=router.groups is not None)
-    node = r.node(base, "GatherElements", "Mul", "Div")
+    if router.bound is not None:
+        own = r.attempt(_own_weights, router, base)
+        if own is not None:
+            return own
+    node = r.node(base, "GatherElements", "Mul", "Div", *(("Softmax", "Sigmoid") if router.by_logits else ()))
     if node is None:
         return None
+    if node.op_type in ("Softmax", "Sigmoid"):
+        return _of_logits(r, router, node)
     if node.op_type == "GatherElements":
         return _chosen(r, router, node)
     first, second = node.inputs
@@ -64,8 +120,50 @@ def read_weighting(r: Reader, router: Router, value: ir.Value | None) -> Weighti
     return None
 
 
+def _own_weights(r: Reader, router: Router, value: ir.Value) -> Weighting | None:
+    """Weights that are 0 from the router's bound on."""
+    free = replace(router, bound=None)
+    node = r.node(value, "Where", "Mul")
+    if node is None:
+        return None
+    pairs = [(node.inputs[0], node.inputs[1], True), (node.inputs[1], node.inputs[0], True)]
+    if node.op_type == "Where":
+        condition, yes, no = node.inputs
+        pairs = [(condition, yes, r.is_filled(no, 0.0)), (condition, no, r.is_filled(yes, 0.0))]
+    for i, (mask, weights, others_zero) in enumerate(pairs):
+        above = node.op_type == "Where" and i == 1
+        if others_zero and r.attempt(read_split, free, mask) == (router.bound, above):
+            found = read_weighting(r, free, weights)
+            return None if found is None else replace(found, own_only=True)
+    return None
+
+
 def _scaled(w: Weighting, factor: float) -> Weighting:
-    return Weighting(w.norm, w.eps, w.scale * factor, w.masked)
+    return replace(w, scale=w.scale * factor)
+
+
+def _of_logits(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
+    """Scores of the chosen logits. The softmax of some numbers is that of all, divided by its sum over them."""
+    source = node.inputs[0]
+    base = r.moved(source)
+    gather = r.node(base, "GatherElements") if base is not router.values else None
+    if gather is not None:
+        given = gather.inputs[0]
+        rank = len(given.shape) if given is not None and given.shape is not None else 2
+        if r.moved(given) is not r.moved(router.logits) or not is_ids(r, router, gather.inputs[1]):
+            return None
+        if attribute_int(gather, "axis", 0) % rank != rank - 1:
+            return None
+    elif base is not router.values or router.bias is not None:
+        return None
+    if node.op_type.lower() != router.function:
+        return None
+    if node.op_type == "Sigmoid":
+        return Weighting()
+    rank = len(source.shape) if source is not None and source.shape is not None else 0
+    if rank == 0 or attribute_int(node, "axis", -1) % rank != rank - 1 or last_dim(source) != router.top_k:
+        return None
+    return Weighting(norm=True)
 
 
 def _chosen(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
@@ -73,6 +171,8 @@ def _chosen(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
     if attribute_int(node, "axis", 0) % rank != rank - 1 or not is_ids(r, router, node.inputs[1]):
         return None
     source = r.moved(node.inputs[0])
+    if router.by_logits:
+        return _of_all_logits(r, router, source)
     if source is router.scores:
         return Weighting()
     if source is r.moved(router.choice) and router.values_are_scores:
@@ -81,18 +181,39 @@ def _chosen(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
     return None
 
 
+def _of_all_logits(r: Reader, router: Router, scores: ir.Value | None) -> Weighting | None:
+    """Scores of all logits, of which some were taken."""
+    node = r.node(scores, "Softmax", "Sigmoid")
+    if node is None or scores is None or node.op_type.lower() != router.function:
+        r.refuse("weights are taken from other numbers than the router's scores")
+        return None
+    rank = len(scores.shape or ())
+    if node.op_type == "Softmax" and attribute_int(node, "axis", -1) not in (-1, rank - 1):
+        return None
+    return Weighting() if r.moved(node.inputs[0]) is r.moved(router.logits) else None
+
+
 def _normalised(r: Reader, router: Router, value: ir.Value | None, total: ir.Value | None) -> Weighting | None:
     inner = read_weighting(r, router, value)
-    if inner is None or inner.norm or inner.scale == 0.0:
+    if inner is None or inner.norm or inner.scale == 0.0 or inner.own_only:
         return None
-    eps, base = 0.0, r.moved(total)
-    add = r.node(base, "Add")
-    if add is not None:
-        numbers = [r.scalar(v) for v in add.inputs]
-        number = next((n for n in numbers if n is not None), None)
-        if number is None:
-            return None
-        eps, base = number, r.moved(next(v for v, n in zip(add.inputs, numbers, strict=True) if n is None))
+    # sums and bounds in any order: max(sum + eps, least)
+    eps, least, base = 0.0, 0.0, r.moved(total)
+    while (step := r.node(base, "Add", "Clip", "Max")) is not None:
+        numbers = [r.scalar(v) for v in step.inputs]
+        if step.op_type == "Add":
+            number = next((n for n in numbers if n is not None), None)
+            if number is None:
+                return None
+            eps += number
+        else:
+            low, high = r.bounds(step)
+            several = least or (step.op_type == "Max" and len(step.inputs) != 2)
+            if several or not (math.isfinite(low) and low + eps >= 0.0 and high == math.inf):
+                r.refuse("weights are divided by something else than their sum")
+                return None
+            least = low + eps
+        base = r.moved(next((v for v in step.inputs if v is not None and r.scalar(v) is None), None))
     node = r.node(base, "ReduceSum")
     if node is None:
         r.refuse("weights are divided by something else than their sum")
@@ -102,8 +223,11 @@ def _normalised(r: Reader, router: Router, value: ir.Value | None, total: ir.Val
     if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 1] or r.moved(source) is not r.moved(value):
         r.refuse("weights are divided by the sum of other numbers than the chosen scores")
         return None
-    # s w / (sum of s w + eps) = w / (sum of w + eps / s)
-    return Weighting(True, eps / inner.scale, 1.0, inner.masked)
+    # s w / max(sum of s w + eps, least) = w / max(sum of w + eps / s, least / s)
+    if least and inner.scale < 0.0:
+        r.refuse("weights that are scaled by a negative number are divided by a sum with a bound")
+        return None
+    return Weighting(True, eps / inner.scale, 1.0, inner.masked, least / inner.scale)
 
 
 # --- the other layouts ----------------------------------------------------------------------------------------------
@@ -112,9 +236,16 @@ def _normalised(r: Reader, router: Router, value: ir.Value | None, total: ir.Val
 def read_dense(r: Reader, router: Router, value: ir.Value | None) -> Weighting | None:
     """Weights laid out over all experts, ``[.., E]``: 0 for those not chosen."""
     base = r.moved(value)
-    node = r.node(base, "ScatterElements", "ReduceSum", "MatMul", "Einsum", "ScatterND")
+    node = r.node(base, "ScatterElements", "ReduceSum", "MatMul", "Einsum", "ScatterND", "Slice", "Split", *_SCORES)
     if node is None:
         return None
+    if node.op_type in _SCORES:
+        return _of_spread_logits(r, router, node)
+    if node.op_type in ("Slice", "Split"):
+        if router.bound is None or columns_of(r, router, node, base) != list(range(router.bound)):
+            return None
+        found = read_dense(r, replace(router, bound=None), node.inputs[0])
+        return None if found is None else replace(found, own_only=True)
     if node.op_type == "ScatterElements":
         data, index, updates = node.inputs
         rank = len(data.shape) if data is not None and data.shape is not None else 2
@@ -130,9 +261,29 @@ def read_dense(r: Reader, router: Router, value: ir.Value | None) -> Weighting |
             return None
         product = r.node(source, "Mul")
         return None if product is None else _hot_product(r, router, list(product.inputs))
-    if node.op_type == "MatMul":
+    if node.op_type in ("MatMul", "Einsum") and len(node.inputs) == 2:
         return _hot_product(r, router, list(node.inputs))
     return None
+
+
+_SCORES = ("Softmax", "Sigmoid")
+
+
+def _of_spread_logits(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
+    """Scores of the chosen logits where they stood, minus infinity at all other places: 0 for those not chosen."""
+    spread = r.node(r.moved(node.inputs[0]), "ScatterElements") if router.by_logits and router.bias is None else None
+    if spread is None or node.op_type.lower() != router.function:
+        return None
+    data, index, updates = spread.inputs
+    rank = len(data.shape) if data is not None and data.shape is not None else 2
+    axes = [attribute_int(spread, "axis", 0) % rank, attribute_int(node, "axis", -1) % rank]
+    if axes[0] != rank - 1 or (node.op_type == "Softmax" and axes[1] != rank - 1):
+        return None
+    if attribute_string(spread, "reduction", "none") != "none" or r.filled(data) not in LOWEST:
+        return None
+    if not is_ids(r, router, index) or r.moved(updates) is not router.values:
+        return None
+    return Weighting(norm=node.op_type == "Softmax")
 
 
 def _hot_product(r: Reader, router: Router, operands: list[ir.Value | None]) -> Weighting | None:
@@ -142,6 +293,21 @@ def _hot_product(r: Reader, router: Router, operands: list[ir.Value | None]) -> 
             continue
         return read_weighting(r, router, weights)
     return None
+
+
+def columns_of(r: Reader, router: Router, node: ir.Node, value: ir.Value | None) -> list[int] | None:
+    """Which columns of dense weights a `Slice` or `Split` takes along their last axis."""
+    dims = static_dims(node.inputs[0]) if node.inputs[0] is not None else None
+    if dims is None or dims[-1] != router.experts:
+        return None
+    if node.op_type == "Slice":
+        found = slice_of(r.view, node, tuple(1 if d is None else d for d in dims))
+        return None if found is None or found[0] != len(dims) - 1 else found[1]
+    sizes = r.view.ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    if attribute_int(node, "axis", 0) % len(dims) != len(dims) - 1 or sizes is None or value is None:
+        return None
+    place = list(node.outputs).index(value)
+    return list(range(sum(sizes[:place]), sum(sizes[: place + 1])))
 
 
 def read_column(r: Reader, router: Router, value: ir.Value | None) -> tuple[int, Weighting] | None:
@@ -208,25 +374,37 @@ def _masked_sum(r: Reader, router: Router, node: ir.Node) -> tuple[int, Weightin
     return None
 
 
+def _class_of(r: Reader, node: ir.Node, value: ir.Value) -> int | None:
+    """Which one of the classes a `Gather` takes, or a `Split` into single ones gives."""
+    if node.op_type == "Gather":
+        index = r.view.array(node.inputs[1])
+        return int(index.reshape(-1)[0]) if index is not None and index.size == 1 else None
+    sizes = r.view.ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    dims = static_dims(value)
+    axis = attribute_int(node, "axis", 0) % len(dims) if dims else 0
+    single = set(sizes) == {1} if sizes is not None else dims is not None and dims[axis] == 1
+    return list(node.outputs).index(value) if single else None
+
+
 def read_chosen(r: Reader, router: Router, value: ir.Value | None) -> int | None:
     """Which expert, of a mask over the choices that is true where they are this expert."""
     base = r.moved(value)
     while (cast := r.node(base, "Cast")) is not None:
         base = r.moved(cast.inputs[0])
-    node = r.node(base, "Equal", "Gather")
-    if node is None:
+    node = r.node(base, "Equal", "Gather", "Split")
+    if node is None or base is None:
         return None
-    if node.op_type == "Gather":
+    if node.op_type in ("Gather", "Split"):
         # one class of a one-hot tensor, its axes in any order
-        index, data = r.view.array(node.inputs[1]), node.inputs[0]
+        data, chosen = node.inputs[0], _class_of(r, node, base)
         dims = static_dims(data) if data is not None else None
-        if index is None or index.size != 1 or dims is None or data is None:
+        if chosen is None or dims is None or data is None:
             return None
         axis = attribute_int(node, "axis", 0) % len(dims)
         hot = r.attempt(read_one_hot, r.moved(data))
         if hot is None or hot[1] != router.experts or dims[axis] != router.experts or not is_ids(r, router, hot[0]):
             return None
-        return int(index.reshape(-1)[0]) % router.experts
+        return chosen % router.experts
     for ids, number in (node.inputs, node.inputs[::-1]):
         array = r.view.array(number)
         if array is not None and array.size == 1 and is_ids(r, router, ids):

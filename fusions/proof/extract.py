@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +10,12 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from ..dims import concrete, symbol
-from ..graph import FLOAT_TYPES, GraphView, is_op
+from ..dims import UnknownDim, concrete, symbol
+from ..graph import FLOAT_TYPES, GraphView, attribute_int, is_op
 from ..parameters import is_float
+
+#: Nodes that are looked through for how the shape of a value comes about.
+LONGEST_CHAIN = 256
 
 
 class NotExtractable(Exception):
@@ -85,9 +88,48 @@ class Extract:
                 continue
             if view.is_const(source):
                 self._constant(source, nodes, produced)
-            else:
+                continue
+            chain = self._chain(source, given, produced) if self._has_open_size(source) else None
+            if chain is None:
                 self.shape_inputs[source] = None
+                continue
+            for node in chain:
+                nodes.add(node)
+                produced.update(node.outputs)
+                if is_op(node, "Shape", "Size"):
+                    shapes.append(node)
         self.nodes = sorted(nodes, key=view.position.__getitem__)
+        self._inside = nodes
+
+    def _has_open_size(self, value: ir.Value) -> bool:
+        """Has it a size that neither an operand's shape nor a graph input's names?"""
+        named = [d for v in (*self.inputs, *self.view.graph.inputs) for d in v.shape or ()]
+        return any(not isinstance(d, int) and (symbol(d) is None or d not in named) for d in value.shape or ())
+
+    def _chain(
+        self, source: ir.Value, given: Collection[ir.Value], produced: Collection[ir.Value]
+    ) -> list[ir.Node] | None:
+        """The nodes that make a value of which only the shape is read, from shapes and constants; None where more than
+        those is behind it."""
+        found: dict[ir.Node, None] = {}
+        constants: list[ir.Value] = []
+        stack = [source]
+        while stack:
+            value = stack.pop()
+            if value in given or value in produced:
+                continue
+            producer = value.producer()
+            if producer is None:
+                if not self.view.is_const(value):
+                    return None
+                constants.append(value)
+            elif producer not in found:
+                if len(found) == LONGEST_CHAIN:
+                    return None
+                found[producer] = None
+                stack += [] if is_op(producer, "Shape", "Size") else self.view.inputs_of(producer)
+        self.constants.update(dict.fromkeys(constants))
+        return list(found)
 
     def _constant(self, value: ir.Value, nodes: set[ir.Node], produced: set[ir.Value]) -> None:
         producer = value.producer()
@@ -101,8 +143,41 @@ class Extract:
                     self._constant(operand, nodes, produced)
 
     def shape_feeds(self, env: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Feeds for the values of which only the shape counts; ``env`` has the numbers of the symbolic dims."""
-        return {_name(v): np.zeros(concrete(v, env), proof_type(v).numpy()) for v in self.shape_inputs}
+        """Feeds for the values of which only the shape counts; ``env`` has the numbers of the symbolic dims.
+
+        Raises:
+            UnknownDim: a dim that the region reads and that nothing gives a number to.
+        """
+        return {_name(v): np.zeros(self._read_dims(v, env), proof_type(v).numpy()) for v in self.shape_inputs}
+
+    def _read_dims(self, value: ir.Value, env: Mapping[str, int]) -> list[int]:
+        """The value's dims; those that no node of the region reads are 1 where nothing gives them a number."""
+        try:
+            return concrete(value, env)
+        except UnknownDim:
+            if value.shape is None:
+                raise
+        read: set[int] = set()
+        for node in self.nodes:
+            if value in node.inputs:
+                axes = range(len(value.shape))
+                if is_op(node, "Shape"):
+                    axes = axes[slice(attribute_int(node, "start", 0), attribute_int(node, "end", len(axes)))]
+                read.update(self._picked(node, axes))
+        shape = ir.Shape([d if axis in read else 1 for axis, d in enumerate(value.shape)])
+        return concrete(ir.Value(name=value.name, shape=shape), env)
+
+    def _picked(self, shape: ir.Node, axes: range) -> set[int]:
+        """Which of a shape's entries the region reads: those that it gathers one by one, or all."""
+        found: set[int] = set()
+        for user in self.view.users(shape.outputs[0]):
+            if user not in self._inside:
+                continue
+            index = self.view.ints(user.inputs[1]) if is_op(user, "Gather") else None
+            if index is None or not all(-len(axes) <= i < len(axes) for i in index):
+                return set(axes)
+            found.update(axes[i] for i in index)
+        return found
 
     def model(
         self, arrays: Mapping[ir.Value, np.ndarray], kind: int = TensorProto.FLOAT, cut: Cut | None = None
@@ -126,7 +201,7 @@ class Extract:
         constants = [v for v in self.constants if cut is None or cut.reads(v)]
         initializers = [self._initializer(v, arrays.get(v), widen) for v in constants]
         if cut is None:
-            nodes = [ir.to_proto(n) for n in self.nodes]
+            nodes = [ir.serde.serialize_node(n) for n in self.nodes]
         else:
             nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in cut.nodes]
             for tensor in cut.tensors:

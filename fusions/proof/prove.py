@@ -86,7 +86,7 @@ class Prover:
         operands = op.draw(core, case, self.seed)
         try:
             outputs = dict(zip(extract.outputs, problem.run(problem.raw(operands, env), env), strict=True))
-        except ProofImpossible:
+        except (ProofImpossible, UnknownDim):
             raise
         except Exception as error:
             return Refusal("region-run", f"ONNX Runtime does not run the region at {_shown(case)}: {first_line(error)}")
@@ -121,7 +121,7 @@ class Prover:
             known = self._proofs.get(key)
             if known is not None:
                 return replace(known, reused=True, seconds=time.perf_counter() - start)
-            report = self._prove(candidate, extract, start)
+            report = self._prove(candidate, extract, key)
             report.structure = key
         except (NotExtractable, UnknownDim, ProofImpossible, ValueError) as error:
             return ProofReport(
@@ -147,7 +147,7 @@ class Prover:
         producer = value.producer()
         return (-1 if producer is None else self.view.position[producer], value.name or "")
 
-    def _prove(self, candidate: Candidate, extract: Extract, start: float) -> ProofReport:
+    def _prove(self, candidate: Candidate, extract: Extract, key: str) -> ProofReport:
         report = ProofReport(True, error=0.0, tolerance=TOLERANCE, seed=self.seed)
         problem = Problem(self.view, self.budget, candidate, extract, self.seed)
         report.heads = list(problem.heads)
@@ -158,6 +158,7 @@ class Prover:
             raise ProofImpossible(f"ONNX Runtime does not load the replacement: {first_line(error)}") from error
         skip = candidate.explained if op.explains_positions else frozenset()
         plan = op.plan(candidate, lambda: position_bounds(self.view, extract, skip))
+        plan += op.unforeseen(candidate, np.random.default_rng(int(key, 16)))
         compared = 0
         for i, case in enumerate(plan):
             env = op.environment(candidate, case.sizes)

@@ -1,7 +1,17 @@
 """Quantizing the weights of fused experts and of dense layers."""
 
+from .activations import Activations, Seen
 from .initializers import Sources
 from .passes import Quantize, RaiseOpset
-from .spec import GROUPS, parse_quantize
+from .spec import ALGORITHMS, GROUPS, parse_quantize
 
-__all__ = ["GROUPS", "Quantize", "RaiseOpset", "Sources", "parse_quantize"]
+__all__ = [
+    "ALGORITHMS",
+    "GROUPS",
+    "Activations",
+    "Quantize",
+    "RaiseOpset",
+    "Seen",
+    "Sources",
+    "parse_quantize",
+]

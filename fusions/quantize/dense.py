@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ...custom_ops.common.quantize_matrix import Statistics, quantize_matrix
+from ...custom_ops.common.quantize_matrix import Quantized, Statistics, quantize_matrix
 from ...custom_ops.common.scheme import Scheme
 from ..graph import FLOAT_TYPES, attribute_int
 from ..result import QuantizedTensor
@@ -140,7 +140,8 @@ def _quantize(
                 seen = seen or found
     if statistics and seen is None:
         log(f"{weight.name}: the calibration has nothing of its product's input: rounded to nearest")
-    value, after, error = _stored_value(model, weight, rows, scheme, tensor.dtype, seen, names)
+    value, after, made = _stored_value(model, weight, rows, scheme, tensor.dtype, seen, names)
+    product = made.product_error / made.product_norm if made.product_norm > 0 else None
     for use, _ in uses:
         operand = value
         if use.turned:  # Gemm reads [N, K]
@@ -150,10 +151,11 @@ def _quantize(
         name=weight.name or "",
         group="dense",
         scheme=str(scheme),
-        error=error,
+        error=float(np.sqrt(made.error / made.norm)) if made.norm else 0.0,
         bytes_before=tensor.nbytes,
         bytes_after=after,
         calibrated=seen is not None and scheme.kind not in ("float8", "bfloat16"),
+        product_error=None if product is None else float(np.sqrt(max(0.0, product))),
     )
 
 
@@ -165,10 +167,9 @@ def _stored_value(
     dtype: ir.DataType,
     seen: Statistics | None,
     names: Names,
-) -> tuple[ir.Value, int, float]:
-    """``[K, N]`` in the weight's own type from the quantized ``[N, K]``, the bytes stored, the error."""
+) -> tuple[ir.Value, int, Quantized]:
+    """``[K, N]`` in the weight's own type from the quantized ``[N, K]``, the bytes stored, how it was quantized."""
     found = quantize_matrix(rows, scheme, dtype.numpy(), seen)
-    error = float(np.sqrt(found.error / found.norm)) if found.norm else 0.0
     stem = weight.name or "weight"
     stored = np.ascontiguousarray(found.stored.T)
     if found.scale is None:
@@ -197,4 +198,4 @@ def _stored_value(
     else:
         model.graph.insert_before(first, node)
     sizes = [v.const_value.nbytes for v in node.inputs if v is not None and v.const_value is not None]
-    return output, sum(sizes), error
+    return output, sum(sizes), found

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from ...custom_ops.common.parts_tensor import SpillFile
+from ...custom_ops.common.parts_tensor import SpillFile, part_of
 from ...custom_ops.common.quantize_matrix import Statistics
 from ...custom_ops.common.scheme import Scheme
 from ...custom_ops.moe.body import build_function
 from ...custom_ops.moe.call import attach, make_node, read_call
-from ...custom_ops.moe.quantize import QuantizedStack, effective_blocks, quantize_stack
+from ...custom_ops.moe.quantize import Array, ExpertStatistics, QuantizedStack, effective_blocks, quantize_stack
 from ...custom_ops.moe.spec import DOMAIN, INPUTS, MATRICES, OP_TYPE, PLAIN_FORMATS, MoeConfig
 from ..result import QuantizedTensor
+from .activations import Activations
 from .initializers import Names, Sources, add_initializer
 
 Log = Callable[[str], None]
@@ -52,7 +53,7 @@ def _stack(
     scheme: Scheme,
     dtype: ir.DataType,
     spill: SpillFile,
-    statistics: Statistics | None,
+    statistics: Callable[[int], Statistics | None],
     sources: Sources | None,
 ) -> QuantizedStack:
     assert value.const_value is not None
@@ -63,13 +64,59 @@ def _stack(
 
     found = None
     for scale_dtype in (dtype, ir.DataType.FLOAT):
-        found = quantize_stack(value.const_value, scheme, scale_dtype, spill, lambda _: statistics, read)
+        found = quantize_stack(value.const_value, scheme, scale_dtype, spill, statistics, read)
         if found is not None:
             break
     if sources is not None:
         sources.unmap()
     assert found is not None
     return found
+
+
+def _unknown(_: int) -> None:
+    """Nothing is known of any expert's inputs."""
+
+
+OfInputs = Callable[[int], Statistics | None]
+
+
+def _of_inputs(
+    config: MoeConfig, inputs: Mapping[str, ir.Value], seen: Statistics | None, rows: Array | None
+) -> dict[str, OfInputs | None]:
+    """What is known of each matrix's inputs, by its name and the expert's number. Those of the down projections follow
+    from rows of x."""
+    found: dict[str, OfInputs | None] = dict.fromkeys(MATRICES)
+    if seen is None:
+        return found
+    for prefix in ("", "shared_"):
+        found[f"{prefix}gate_up"] = lambda _: seen
+        weight = inputs.get(f"{prefix}gate_up_weight")
+        shared = prefix != ""
+        kind = config.shared_format if shared else config.weight_format
+        if rows is None or weight is None or weight.const_value is None or kind not in PLAIN_FORMATS:
+            continue
+        tensor, bias = weight.const_value, inputs.get(f"{prefix}gate_up_bias")
+        added = None if bias is None or bias.const_value is None else bias.const_value.numpy()
+        if shared:
+            of_all = ExpertStatistics(config, rows, None, _whole(tensor), None if added is None else added[None])
+            found["shared_down"] = lambda _, s=of_all: s.down(0)  # type: ignore[misc]
+            continue
+        router = {name: inputs[name].const_value for name in _ROUTER if name in inputs}
+        known = config.has_router_weight and all(t is not None for t in router.values())
+        arrays = {name: t.numpy() for name, t in router.items() if t is not None} if known else None
+        found["down"] = ExpertStatistics(config, rows, arrays, _part(tensor), added).down
+    return found
+
+
+_ROUTER = ("router_weight", "router_bias", "expert_bias")
+
+
+def _whole(tensor: ir.TensorProtocol) -> Callable[[int], Array]:
+    return lambda _: tensor.numpy()
+
+
+def _part(tensor: ir.TensorProtocol) -> Callable[[int], Array]:
+    return lambda index: part_of(tensor, index)
 
 
 def quantize_experts(
@@ -123,12 +170,14 @@ def quantize_experts(
         if statistics and seen is None:
             hint = "rounded to nearest (a calibration of the fused model has it)"
             log(f"{node.name}: the calibration has nothing of {inputs['x'].name!r}: {hint}")
+        rows = statistics.rows(inputs["x"].name or "") if isinstance(statistics, Activations) and seen else None
+        of_inputs = _of_inputs(config, inputs, seen, rows)
         for name in changes:
             before = inputs[f"{name}_weight"]
-            use = seen if name.endswith("gate_up") else None
+            use = of_inputs[name]
             stack = shared.get(before)
             if stack is None:
-                stack = shared[before] = _stack(before, scheme, dtype, spill, use, sources)
+                stack = shared[before] = _stack(before, scheme, dtype, spill, use or _unknown, sources)
             parts = {"weight": stack.weight, "scale": stack.scale, "zero_point": stack.zero_point}
             for part, tensor in parts.items():
                 if tensor is not None:
@@ -143,6 +192,7 @@ def quantize_experts(
                     bytes_before=before.const_value.nbytes,
                     bytes_after=sum(t.nbytes for t in parts.values() if t is not None),
                     calibrated=use is not None and scheme.kind not in ("float8", "bfloat16"),
+                    product_error=stack.product_error,
                 )
             )
         _replace(model, node, wanted, inputs, dtype)

@@ -59,7 +59,7 @@ class Quantize(Pass):
             progress: called with (what, done, total).
             sources: the files that the weights are read from.
         """
-        self.schemes, self.statistics, self.progress = dict(schemes), dict(statistics or {}), progress
+        self.schemes, self.statistics, self.progress = dict(schemes), statistics or {}, progress
         self.sources = sources
         self.result = QuantizationReport({group: str(scheme) for group, scheme in schemes.items()})
 

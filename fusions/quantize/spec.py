@@ -8,6 +8,9 @@ from ...custom_ops.common.scheme import Scheme, parse_scheme
 
 #: The groups of weights: experts of fused ``GroupedQMoE`` nodes, and the other large weights of MatMul and Gemm.
 GROUPS = ("experts", "dense")
+#: How numbers are rounded: to nearest; with scales searched for, weighted by the channels' mean squares; and with each
+#: column's error made up for in the columns after it, which needs rows of the activations.
+ALGORITHMS = ("nearest", "aware", "gptq")
 
 
 def parse_quantize(text: str | Mapping[str, str] | None) -> dict[str, Scheme]:

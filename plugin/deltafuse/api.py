@@ -45,6 +45,7 @@ def fuse(
     times: Iterable[str | os.PathLike[str]] = (),
     quantize: str | Mapping[str, str] | None = None,
     calibration: str | os.PathLike[str] | None = None,
+    algorithm: str = "auto",
     latent_cache: bool = False,
 ) -> FusionReport:
     """Find the blocks that deltafuse knows, prove each, and replace it with one fused node.
@@ -70,6 +71,9 @@ def fuse(
             ``uint4``, ``int8``, ``uint8`` with blocks of ``:128`` columns or ``:channel`` (``:asym`` for zero points),
             ``fp8:128x128``, ``bf16``. Types of activations stay what they are.
         calibration: a file that ``deltafuse calibrate`` wrote of this model: scales are chosen with it.
+        algorithm: how numbers are rounded: "nearest"; "aware", each block's scale searched for with the channels' mean
+            squares; "gptq", errors fed back besides, which needs a calibration with rows; "auto", the last of these
+            that the calibration has what for.
         latent_cache: let caches of keys and values of fused latent attention become caches of latents. That changes
             inputs and outputs of the model: the report's pass ``latent-cache`` notes their names and shapes.
 
@@ -87,7 +91,7 @@ def fuse(
     times = list(times)
     measured = _measured(times, report)
     options: dict[str, Any] = {} if chosen is None else {"fusions": chosen}
-    options |= _quantize_options(quantize, calibration)
+    options |= _quantize_options(quantize, calibration, algorithm)
     if latent_cache:
         options["latent_cache"] = True
     ort_version = require_ort("recognising and proving")
@@ -114,6 +118,7 @@ def fuse(
             done.warnings.append(too_new.reason)
         if done.quantization is not None and calibration is not None:
             done.quantization.calibration = os.fspath(calibration)
+            done.quantization.algorithm = getattr(options.get("statistics"), "algorithm", "nearest")
         return done
 
     with relaxed_gc():
@@ -297,6 +302,7 @@ def check_options(
     proof_seconds: float | None = None,
     quantize: str | Mapping[str, str] | None = None,
     calibration: str | os.PathLike[str] | None = None,
+    algorithm: str = "auto",
 ) -> None:
     """Check options of :func:`fuse` without a model, before long work for example.
 
@@ -308,14 +314,14 @@ def check_options(
     check_fusions(fusions)
     _check_options(target, require, None, None, None, False)
     _budget(proof_memory, proof_seconds)
-    _quantize_options(quantize, calibration)
+    _quantize_options(quantize, calibration, algorithm)
 
 
 def _quantize_options(
-    quantize: str | Mapping[str, str] | None, calibration: str | os.PathLike[str] | None
+    quantize: str | Mapping[str, str] | None, calibration: str | os.PathLike[str] | None, algorithm: str
 ) -> dict[str, Any]:
     """The pipeline's options, read and checked."""
-    from .fusions.quantize import parse_quantize
+    from .fusions.quantize import ALGORITHMS, parse_quantize
 
     try:
         schemes = parse_quantize(quantize)
@@ -323,16 +329,38 @@ def _quantize_options(
         raise OptionError(f"quantize: {error}") from error
     if calibration is not None and not schemes:
         raise OptionError("calibration: there is nothing to quantize; give quantize too, such as experts=int4:128")
+    if algorithm not in ("auto", *ALGORITHMS):
+        raise OptionError(f"algorithm {algorithm!r}: expected one of auto, {', '.join(ALGORITHMS)}")
+    if algorithm in ("aware", "gptq") and calibration is None:
+        raise OptionError(f"algorithm {algorithm}: give a calibration, which `deltafuse calibrate` writes")
     if not schemes:
         return {}
     options: dict[str, Any] = {"quantize": schemes}
-    if calibration is not None:
-        from .calibration import load
-        from .custom_ops.common.quantize_matrix import Statistics
-
-        seen = {name: Statistics.of_channels(found.mean_square) for name, found in load(calibration).tensors.items()}
-        options["statistics"] = {name: found for name, found in seen.items() if found is not None}
+    if calibration is not None and algorithm != "nearest":
+        options["statistics"] = _statistics(calibration, algorithm)
     return options
+
+
+def _statistics(calibration: str | os.PathLike[str], algorithm: str) -> Any:
+    """What a calibration knows, by the names of values; those that they were moved from too."""
+    from .calibration import load
+    from .fusions.quantize import Activations, Seen
+
+    tensors = load(calibration).tensors.values()
+    holds_rows = any(found.samples is not None and len(found.samples) for found in tensors)
+    if algorithm == "gptq" and not holds_rows:
+        raise OptionError(
+            f"algorithm gptq: {os.fspath(calibration)} holds no rows of activations: `deltafuse calibrate --rows 1024`"
+        )
+    seen: dict[str, Seen] = {}
+    for found in tensors:
+        for alias in found.aliases:
+            seen.setdefault(alias, Seen(found.mean_square, found.samples))
+    for found in tensors:
+        seen[found.name] = Seen(found.mean_square, found.samples)
+    if algorithm == "auto":
+        algorithm = "gptq" if holds_rows else "aware"
+    return Activations(seen, algorithm)
 
 
 def _check_options(

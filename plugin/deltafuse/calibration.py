@@ -7,13 +7,15 @@ What is looked at, in the main graph:
 - **cache**: the states that a model carries (:func:`deltafuse.capture_states.pair_states`), as each step gives them:
   their last axis is the channel. A latent cache that is to be held in 8 bits takes its scales from these.
 
-The sums are made inside the model: reductions are added to it as outputs, so that no activation is copied out.
+The sums are made inside the model: reductions are added to it as outputs, so that no activation is copied out, unless
+rows of them are to be kept.
 
 The file is a NumPy ``.npz``. Array ``index`` holds a JSON text: ``format`` ("deltafuse-calibration"), ``version`` (1),
 ``model``, ``sequences``, ``tokens``, ``seed`` and ``tensors``, a list in which entry i is ``name`` (of the value in the
 model), ``kinds`` (of "weight", "cache"), ``users`` (the nodes that read it: ``op_type``, ``name``, ``input``),
-``channels`` and ``rows``. For entry i there are the arrays ``amax.i`` (float32 [channels], the largest absolute value),
-``mean_square.i`` (float32 [channels], the mean of the squares over all rows) and ``tensor_amax.i`` (float32 scalar).
+``channels``, ``rows`` and ``aliases`` (values that it was moved from). For entry i there are the arrays ``amax.i``
+(float32 [channels], the largest absolute value), ``mean_square.i`` (float32 [channels], the mean of the squares over
+all rows), ``tensor_amax.i`` (float32 scalar) and, where rows were kept, ``samples.i`` (float32 [n, channels]).
 :func:`load` reads it.
 """
 
@@ -33,6 +35,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from .api import require_ort
+from .calibration_rows import Rows
 from .capture import capture
 from .custom_ops.kda.spec import DOMAIN
 from .errors import DeltaFuseError, OptionError, OutputError
@@ -67,6 +70,8 @@ class TensorStatistics:
         amax: [channels] float32, the largest absolute value of each channel (the last axis).
         mean_square: [channels] float32, the mean square of each channel.
         rows: how many values of each channel were seen.
+        aliases: values that this one was moved from without a change of its channels: their rows are the same.
+        samples: [n, channels] float32, rows of it, where ``calibrate`` was asked to keep some.
     """
 
     name: str
@@ -75,6 +80,8 @@ class TensorStatistics:
     amax: NDArray[np.float32]
     mean_square: NDArray[np.float32]
     rows: int
+    aliases: list[str] = field(default_factory=list)
+    samples: NDArray[np.float32] | None = None
 
     @property
     def tensor_amax(self) -> float:
@@ -108,6 +115,9 @@ class Calibration:
             arrays[f"amax.{number}"] = entry.pop("amax")
             arrays[f"mean_square.{number}"] = entry.pop("mean_square")
             arrays[f"tensor_amax.{number}"] = np.float32(found.tensor_amax)
+            samples = entry.pop("samples")
+            if samples is not None:
+                arrays[f"samples.{number}"] = samples
             entries.append(entry | {"channels": len(found.amax)})
         index = {"format": FORMAT, "version": VERSION, "model": self.model, "sequences": self.sequences}
         index |= {"tokens": self.tokens, "seed": self.seed, "tensors": entries}
@@ -152,6 +162,8 @@ def load(path: str | os.PathLike[str]) -> Calibration:
                     file[f"amax.{number}"],
                     file[f"mean_square.{number}"],
                     entry["rows"],
+                    list(entry.get("aliases", [])),
+                    _samples(file, number, entry["channels"]),
                 )
             return made
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
@@ -159,6 +171,16 @@ def load(path: str | os.PathLike[str]) -> Calibration:
             raise
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise OptionError(f"{path} is no file of calibration statistics: {reason}") from error
+
+
+def _samples(file: Any, number: int, channels: int) -> NDArray[np.float32] | None:
+    if f"samples.{number}" not in file:
+        return None
+    found = file[f"samples.{number}"]
+    if found.dtype.kind != "f" or found.ndim != 2 or found.shape[1] != channels:
+        shape = f"of type {found.dtype}, shape {found.shape}"
+        raise ValueError(f"array 'samples.{number}' is {shape}: expected rows of {channels} numbers")
+    return found.astype(np.float32)
 
 
 def check_fits(path: str | os.PathLike[str], model: ir.Model) -> None:
@@ -199,6 +221,7 @@ def calibrate(
     vocabulary: int | None = None,
     device: str = "auto",
     progress: Progress | None = None,
+    rows: int = 0,
 ) -> Calibration:
     """Run a model on sample inputs and take the statistics of its activations.
 
@@ -210,6 +233,8 @@ def calibrate(
         steps: random tokens after each prompt, for models that carry states.
         batch, seed, dims, vocabulary: as for :class:`deltafuse.sample_inputs.SampleInputs`.
         device: as for ``deltafuse.session``.
+        rows: how many rows to keep of each input of a product with a weight, for quantization that feeds rounding
+            errors back ("gptq"). They are drawn evenly from all that go by.
 
     Raises:
         OptionError: there is nothing to look at, or inputs cannot be made.
@@ -222,7 +247,12 @@ def calibrate(
     if not watched:
         raise OptionError(f"{model} has no product with a weight and carries no state: there is nothing to look at")
     names = list(watched)
-    _instrument(proto, names)
+    kept = {
+        name: Rows(rows, seed + number)
+        for number, (name, (kinds, _)) in enumerate(watched.items())
+        if rows > 0 and "weight" in kinds
+    }
+    _instrument(proto, names, frozenset(kept))
 
     import onnxruntime as ort
 
@@ -240,12 +270,12 @@ def calibrate(
                 progress("calibrate", number, len(works))
             runner.reset(work.states)
             for step in work.steps:
-                _add(totals, names, runner.run(step.feeds))
+                _add(totals, names, runner.run(step.feeds), kept)
                 made.tokens += step.tokens * batch
             made.sequences += 1
     for name in names:
-        amax, squares, rows = totals[name]
-        if rows == 0:
+        amax, squares, seen = totals[name]
+        if seen == 0:
             made.skipped.append(name)
             continue
         if not np.isfinite(amax).all():
@@ -253,8 +283,12 @@ def calibrate(
                 f"{name} holds values that are not finite: no statistics can be taken from such inputs"
             )
         kinds, users = watched[name]
-        square = (squares / rows).astype(np.float32)
-        made.tensors[name] = TensorStatistics(name, sorted(kinds), users, amax.astype(np.float32), square, rows)
+        square = (squares / seen).astype(np.float32)
+        made.tensors[name] = TensorStatistics(
+            *(name, sorted(kinds), users, amax.astype(np.float32), square, seen),
+            aliases=_aliases(proto, name),
+            samples=kept[name].kept() if name in kept else None,
+        )
     return made
 
 
@@ -333,8 +367,23 @@ def _watched(proto: onnx.ModelProto, signature: Signature) -> dict[str, tuple[se
     return found
 
 
-def _instrument(proto: onnx.ModelProto, names: Sequence[str]) -> None:
-    """Add three outputs for each value: the largest absolute value and the sum of squares of each channel, the rows."""
+#: Ops that move whole rows, in the graphs that exporters write: what they read has the channels of what they give.
+_MOVES_ROWS = {"Reshape", "Cast", "Identity", "Flatten", "Squeeze", "Unsqueeze"}
+
+
+def _aliases(proto: onnx.ModelProto, name: str) -> list[str]:
+    """Values that a value was moved from. Whether they have the same channels, who asks for them sees by the number."""
+    makers = {output: node for node in proto.graph.node for output in node.output}
+    found: list[str] = []
+    while (node := makers.get(name)) is not None and node.op_type in _MOVES_ROWS and not node.domain:
+        name = node.input[0]
+        found.append(name)
+    return found
+
+
+def _instrument(proto: onnx.ModelProto, names: Sequence[str], kept: frozenset[str] = frozenset()) -> None:
+    """Add three outputs for each value: the largest absolute value and the sum of squares of each channel, the number
+    of rows; and the rows, of those that are to be kept."""
     graph = proto.graph
     opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
 
@@ -363,12 +412,18 @@ def _instrument(proto: onnx.ModelProto, names: Sequence[str]) -> None:
         node("Shape", [rows], f"{mark}.shape")
         for part, kind in (("amax", TensorProto.FLOAT), ("square", TensorProto.FLOAT), ("shape", TensorProto.INT64)):
             graph.output.append(helper.make_tensor_value_info(f"{mark}.{part}", kind, [None]))
+        if name in kept:
+            graph.output.append(helper.make_tensor_value_info(rows, TensorProto.FLOAT, [None, None]))
 
 
-def _add(totals: dict[str, list[Any]], names: Sequence[str], outputs: Mapping[str, Any]) -> None:
+def _add(
+    totals: dict[str, list[Any]], names: Sequence[str], outputs: Mapping[str, Any], kept: Mapping[str, Rows]
+) -> None:
     for number, name in enumerate(names):
         mark = f"{_MARK}.{number}"
         total = totals[name]
         total[0] = np.maximum(total[0], outputs[f"{mark}.amax"].astype(np.float64))
         total[1] = total[1] + outputs[f"{mark}.square"].astype(np.float64)
         total[2] += int(outputs[f"{mark}.shape"][0])
+        if name in kept:
+            kept[name].add(outputs[f"{mark}.rows"])

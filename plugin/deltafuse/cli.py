@@ -77,6 +77,13 @@ CalibrationFile = Annotated[
         show_default=False,
     ),
 ]
+Algorithm = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|nearest|aware|gptq",
+        help="How --quantize rounds: auto is the best that --calibration has what for; gptq needs its rows.",
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -122,6 +129,7 @@ def fuse_command(
     proof_seconds: Seconds = None,
     quantize: Quantize = None,
     calibration: CalibrationFile = None,
+    algorithm: Algorithm = "auto",
     latent_cache: Annotated[
         bool,
         typer.Option(
@@ -159,6 +167,7 @@ def fuse_command(
                 proof_seconds=proof_seconds,
                 quantize=quantize,
                 calibration=calibration,
+                algorithm=algorithm,
                 latent_cache=latent_cache,
             ),
             quiet,

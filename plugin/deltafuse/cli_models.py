@@ -219,6 +219,9 @@ def calibrate_command(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Random prompts, where none are given.")] = 8,
     length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a random prompt.")] = 64,
+    rows: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Rows of each activation to keep, for `fuse --algorithm gptq`.")
+    ] = 0,
     steps: Steps = 4,
     device: Device = "auto",
     batch: Batch = 1,
@@ -231,7 +234,7 @@ def calibrate_command(
     """Write the statistics of a model's activations on sample inputs, for quantization.
 
     For the inputs of every product with a weight, and for every state that is carried: the largest absolute value and
-    the mean square of each channel.
+    the mean square of each channel. With --rows, rows of the former too.
     """
     check_file_name(output, "--output", "--json prints the summary on standard output")
     with clear_errors(as_json):
@@ -256,6 +259,7 @@ def calibrate_command(
                 vocabulary=vocabulary,
                 device=device,
                 progress=progress,
+                rows=rows,
             )
         done.save(output)
         with own_output(f"{output} was written"):

@@ -1,10 +1,14 @@
-"""Two models on the same inputs: do they give the same, step for step, with their own states carried along?"""
+"""Two models on the same inputs: do they give the same, step for step, with their own states carried along?
+
+States that only one of them has (``fuse --latent-cache`` makes caches of latents of caches of keys and values) begin
+empty and are not compared: what they hold shows in the outputs of later steps.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,12 +66,13 @@ class CaseCheck:
 
 @dataclass
 class Comparison:
-    """All cases of two models."""
+    """All cases of two models. ``own_states``: inputs that are states of the first or of the second model alone."""
 
     first: str
     second: str
     seed: int
     cases: list[CaseCheck] = field(default_factory=list)
+    own_states: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
 
     @property
     def same(self) -> bool:
@@ -112,7 +117,8 @@ def compare(
 
     Args:
         first: the model that is right.
-        second: the one to check. Inputs and outputs have the same names.
+        second: the one to check. Inputs and outputs have the same names, except for states: where each model has some
+            of its own, all states begin empty, and those that both have are compared.
         tokens: lengths of prompts, where the models leave that open.
         steps: steps after the prompt, where they carry states.
         past: positions in random states, where their number is open.
@@ -127,16 +133,28 @@ def compare(
         DeltaFuseError: a model that cannot be loaded.
     """
     signature, other = read_signature(first), read_signature(second)
-    _check_alike(signature, other)
+    own_states = _check_alike(signature, other)
+    for name in given or {}:
+        if name in own_states[0] + own_states[1]:
+            raise OptionError(f"input {name!r} is a state of one of the models alone: such states begin empty")
     plans = _plans(signature, tokens, steps, past, batch, samples, seed, dims, vocabulary, given)
-    done = Comparison(os.fspath(first), os.fspath(second), seed)
+    plans_of_other = plans
+    if own_states[0]:
+        plans = [plan for plan in plans if not plan.random_states]
+        symbols = other.symbols()
+        known = {name: size for name, size in (dims or {}).items() if name in symbols}
+        shared = {name: array for name, array in (given or {}).items() if name in other.inputs}
+        inputs = SampleInputs(other, batch=batch, dims=known, vocabulary=vocabulary, given=shared)
+        plans_of_other = [replace(plan, states=_paired(inputs, plan.past)) for plan in plans]
+    done = Comparison(os.fspath(first), os.fspath(second), seed, own_states=own_states)
     results: list[list[list[Arrays] | DeltaFuseError]] = []
     limits: dict[str, float] = {}
-    for number, (model, own) in enumerate(((first, signature), (second, other))):
+    both = ((first, signature, plans), (second, other, plans_of_other))
+    for number, (model, own, own_plans) in enumerate(both):
         with open_runner(model, own, device, plugin=plugin) as runner:
             found: list[list[Arrays] | DeltaFuseError] = []
             limits = usual_limits(signature, other, tolerance, on_gpu=runner.device.name != "cpu")
-            for index, plan in enumerate(plans):
+            for index, plan in enumerate(own_plans):
                 if progress is not None:
                     progress(f"{'first' if number == 0 else 'second'} model: {plan.name}", index, len(plans))
                 found.append(_try(runner, plan))
@@ -144,6 +162,11 @@ def compare(
     for plan, one, two in zip(plans, *results, strict=True):
         done.cases.append(_case(plan, one, two, signature, limits))
     return done
+
+
+def _paired(inputs: SampleInputs, past: int) -> Arrays:
+    """A model's empty states, of those that an output continues."""
+    return {name: array for name, array in inputs.states(past).items() if name in inputs.signature.states}
 
 
 def _plans(
@@ -206,6 +229,8 @@ def _case(
     worst: dict[tuple[str, str], OutputCheck] = {}
     for step, truth, found in zip(plan.steps, one, two, strict=True):
         for name, value in truth.items():
+            if name not in found:
+                continue
             check = worst.setdefault(
                 (step.phase, name), OutputCheck(step.phase, name, 0, 0.0, limits[name], 0.0, name in states)
             )
@@ -235,9 +260,25 @@ def usual_limits(
     return limits
 
 
-def _check_alike(first: Signature, second: Signature) -> None:
+def _check_alike(first: Signature, second: Signature) -> tuple[list[str], list[str]]:
+    """The inputs that are states of one model alone, the first's and the second's: both have some, or none has.
+
+    Raises:
+        OptionError: other inputs, outputs or types differ.
+    """
+    own = (
+        [name for name in first.states if name not in second.inputs],
+        [name for name in second.states if name not in first.inputs],
+    )
+    if not own[0] or not own[1]:
+        own = ([], [])
+    fed = [{signature.states[name] for name in names} for signature, names in zip((first, second), own, strict=True)]
     for what in ("inputs", "outputs"):
-        one, two = getattr(first, what), getattr(second, what)
+        left_out = own if what == "inputs" else fed
+        one, two = (
+            {name: port for name, port in getattr(signature, what).items() if name not in names}
+            for signature, names in zip((first, second), left_out, strict=True)
+        )
         if set(one) != set(two):
             only = [f"only the first has {', '.join(sorted(set(one) - set(two)))}"] if set(one) - set(two) else []
             only += [f"only the second has {', '.join(sorted(set(two) - set(one)))}"] if set(two) - set(one) else []
@@ -245,3 +286,4 @@ def _check_alike(first: Signature, second: Signature) -> None:
         for name, port in one.items():
             if port.dtype != two[name].dtype:
                 raise OptionError(f"the models' {what} differ: {name} is a {port.dtype} and a {two[name].dtype}")
+    return own

@@ -14,6 +14,11 @@ from .errors import ExternalDataError
 #: inference and the recognisers need. Weights stay in their files.
 SMALL_TENSOR = 4096
 
+#: Attributes that hold tensors, or graphs with such attributes.
+_HOLDERS = frozenset(
+    {ir.AttributeType.TENSOR, ir.AttributeType.TENSORS, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS}
+)
+
 
 def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
     """All tensors with external data: initializers and attributes, in the graph, its subgraphs and the functions."""
@@ -35,12 +40,17 @@ def all_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 
 def tensor_attributes(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
     """The attributes that are tensors, each with its node, subgraphs and functions included."""
-    roots: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    for root in roots:
-        for node in ir.traversal.RecursiveGraphIterator(root):
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    while graphs:
+        for node in graphs.pop():
             for attribute in node.attributes.values():
-                is_tensor = attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS)
-                if is_tensor and not attribute.is_ref() and attribute.value is not None:
+                if attribute.type not in _HOLDERS or attribute.is_ref() or attribute.value is None:
+                    continue
+                if attribute.type == ir.AttributeType.GRAPH:
+                    graphs.append(attribute.as_graph())
+                elif attribute.type == ir.AttributeType.GRAPHS:
+                    graphs.extend(attribute.as_graphs())
+                else:
                     yield node, attribute
 
 

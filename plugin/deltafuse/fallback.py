@@ -3,8 +3,8 @@
 Chosen when a session is created, from what the plugin EP says it refuses, and never in the middle of a run:
 
 1. the plugin EP's kernel for the session's device, CUDA or CPU (one session, one device);
-2. ONNX Runtime's own op (``com.microsoft::LinearAttention``), on its provider for that device: the node is changed in a
-   copy of the model in memory, nothing is written;
+2. ONNX Runtime's own op (``com.microsoft::LinearAttention``, ``QMoE``), on its provider for that device: the node is
+   changed in a copy of the model in memory, nothing is written;
 3. the ONNX function body, which runs anywhere.
 
 A CPU kernel is not put into a session on a GPU: its operands would cross the bus twice a layer and token, and the
@@ -32,9 +32,9 @@ FOLDER_ENTRY = "session.model_external_initializers_file_folder_path"
 #: Operators that choose: models with one of them keep float32 matrix products in float32.
 ROUTER_OPS = ("TopK", "MoE", "QMoE", "MoEGroupRouter", "GroupRouter", "GroupedQMoE")
 
+#: The op of mixtures of experts.
+EXPERTS = "GroupedQMoE"
 NO_CPU_KERNEL = "the CPU kernel is not used in a session on a GPU"
-#: ONNX Runtime's op that stands in (com.microsoft).
-ORT_OP = "LinearAttention"
 
 _TYPES = {"f32": 1, "f16": 10, "bf16": 16}
 _FLOATS = ("scale", "l2norm_eps", "lower_bound", "beta_scale", "norm_eps")
@@ -166,7 +166,7 @@ def lower(
 
     Args:
         model: the model, as it was given to the session: a path or bytes. Not changed.
-        refused: the nodes in question; those of other ops than ``KimiDeltaAttention`` stay.
+        refused: the nodes in question; those of ops that have no stand-in stay.
         ort_version: of the ONNX Runtime that is to run it.
         on_gpu: the session is on a GPU: the reasons then name the CPU kernel too, which is passed over there.
 
@@ -203,7 +203,8 @@ def lower(
     if not functions:
         return Lowered(b"", folder, steps)
     proto.functions.extend(functions.values())
-    _import(proto, next(iter(functions.values())).domain, 1)
+    for domain in (next(iter(functions.values())).domain, "com.microsoft"):
+        _import(proto, domain, 1)
     proto.ir_version = max(proto.ir_version, 10)
     return Lowered(proto.SerializeToString(), folder, steps)
 
@@ -216,28 +217,62 @@ def _lower_node(node: Any, opset: int, ort_version: tuple[int, int], functions: 
     """Let the node call the function with ORT's op; why not, or ""."""
     import onnx_ir as ir
 
-    from .custom_ops.kda.body_ort import ORT_FORM_DOMAIN, build_ort_function, ort_refusal
-    from .registry.targets import ort_op_refusal, stand_in_refusal
+    from .custom_ops.kda.body_ort import ORT_FORM_DOMAIN
+    from .registry.targets import STAND_INS, ort_op_refusal, stand_in_refusal
 
     none = stand_in_refusal(node.op_type)
     if none is not None:
         return none.reason
-    unknown = ort_op_refusal(ORT_OP, ort_version)
+    unknown = ort_op_refusal(STAND_INS[node.op_type], ort_version)
     if unknown is not None:
         return unknown.reason
     try:
-        call = read_call(node)
-        refused = ort_refusal(call.config, on_gpu=on_gpu)
-        if refused is not None:
-            return refused.reason
-        types = ir.DataType(call.dtype), ir.DataType(call.state_dtype)
-        function = build_ort_function(call.config, opset, *types, seq_len=call.seq_len)
+        build = _experts if node.op_type == EXPERTS else _attention
+        function = build(node, opset, ort_version, on_gpu)
+        if isinstance(function, str):
+            return function
     except (ValueError, TypeError) as error:  # attributes of a wrong type, an opset that the body is not written for
         return str(error)
     if function.overload not in functions:
         functions[function.overload] = ir.serde.serialize_function(function)
     node.domain, node.overload = ORT_FORM_DOMAIN, function.overload
     return ""
+
+
+def _attention(node: Any, opset: int, ort_version: tuple[int, int], on_gpu: bool) -> Any:
+    """The function for a ``KimiDeltaAttention`` node, or why there is none."""
+    import onnx_ir as ir
+
+    from .custom_ops.kda.body_ort import build_ort_function, ort_refusal
+
+    call = read_call(node)
+    refused = ort_refusal(call.config, on_gpu=on_gpu)
+    if refused is not None:
+        return refused.reason
+    types = ir.DataType(call.dtype), ir.DataType(call.state_dtype)
+    return build_ort_function(call.config, opset, *types, seq_len=call.seq_len)
+
+
+def _experts(node: Any, opset: int, ort_version: tuple[int, int], on_gpu: bool) -> Any:
+    """The function for a ``GroupedQMoE`` node, or why there is none."""
+    import onnx_ir as ir
+
+    from .custom_ops.moe import body_ort, call
+    from .custom_ops.moe.spec import ATTRIBUTES as KNOWN
+    from .custom_ops.moe.spec import INPUTS
+
+    if ort_version < body_ort.MIN_ORT:
+        needs, has = (".".join(map(str, version)) for version in (body_ort.MIN_ORT, ort_version))
+        return f"com.microsoft::{body_ort.ORT_OP} with weights of a router needs ONNX Runtime {needs}, this is {has}"
+    strange = [attribute.name for attribute in node.attribute if attribute.name not in KNOWN]
+    if strange:
+        raise ValueError(f"what its attribute {strange[0]} means is not known here")
+    config, dtype = call.read_call(ir.serde.deserialize_node(node))
+    have = {name for name, value in zip(INPUTS, node.input, strict=False) if value}
+    if set(config.input_names()) != have:
+        raise ValueError(f"its operands {', '.join(sorted(have))} are not those of its attributes")
+    refused = body_ort.ort_refusal(config, dtype, on_gpu=on_gpu)
+    return body_ort.build_ort_function(config, opset, dtype, on_gpu=on_gpu) if refused is None else refused.reason
 
 
 def _import(proto: Any, domain: str, version: int) -> None:

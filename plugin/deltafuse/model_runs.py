@@ -38,6 +38,7 @@ class Steps:
     steps: list[Step]
     states: Arrays = field(default_factory=dict)
     past: int = 0
+    random_states: bool = False
 
 
 def sequence(
@@ -89,7 +90,7 @@ def sequence(
         steps.append(Step(phase, count, {**loose, **feeds}))
         past += count
     carried = {key: value for key, value in states.items() if key in inputs.signature.states}
-    return Steps(name, steps, carried, start)
+    return Steps(name, steps, carried, start, random_states)
 
 
 def run_sequence(runner: Runner, steps: Steps) -> list[Arrays]:

@@ -54,6 +54,7 @@ _OPTIONS: dict[str, tuple[Any, Any, str]] = {
         "How weights are stored, such as 'experts=int4:128,dense=int8:128'. As they are by default.",
     ),
     "calibration": (str, None, "A file of `deltafuse calibrate` of this model: `quantize` chooses its scales with it."),
+    "algorithm": (str, "auto", "How `quantize` rounds: 'nearest', 'aware', 'gptq', or 'auto'; see `--algorithm`."),
     "require": (dict[str, int], None, "Fail unless so many are fused, such as {'kda': 20}."),
     "verify": (bool, True, "Prove each rewrite against the original before it is applied."),
     "proof_memory": (int | str, None, "The most memory for one proof: bytes, or a size such as '8GiB'. Default 4GiB."),
@@ -180,7 +181,10 @@ class DeltaFuse(Pass):
 
 def _fuse_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are those of :func:`deltafuse.fuse`."""
-    names = ("fusions", "target", "require", "verify", "proof_memory", "proof_seconds", "quantize", "calibration")
+    names = (
+        *("fusions", "target", "require", "verify", "proof_memory", "proof_seconds"),
+        *("quantize", "calibration", "algorithm"),
+    )
     return {name: options[name] for name in names}
 
 
@@ -196,6 +200,7 @@ def _check(options: Mapping[str, Any]) -> None:
     if version is not None and version != __version__:
         raise FusionFailed(f"package_version {version!r}: this is deltafuse {__version__}; leave the option out")
     wanted = _fuse_options({**dict.fromkeys(_OPTIONS), **fixed})
+    wanted["algorithm"] = wanted["algorithm"] or "auto"
     wanted["target"] = wanted["target"] or "plugin"  # None here: searched over, or Olive's own default mark
     try:
         check_options(**wanted)

@@ -17,7 +17,7 @@ from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from .errors import OptionError
-from .signature import Dim, Port, Signature
+from .signature import Dim, Port, Signature, size_names
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -56,7 +56,7 @@ class SampleInputs:
         self._dims = dict(dims or {})
         self.given = {name: _as_declared(signature, name, array) for name, array in (given or {}).items()}
         symbols = {size for port in signature.inputs.values() for size in port.shape if isinstance(size, str)}
-        unknown = sorted(set(self._dims) - {name for symbol in symbols for name in _names(symbol)})
+        unknown = sorted(set(self._dims) - signature.symbols())
         if unknown:
             known = ", ".join(sorted(symbols)) or "none"
             raise OptionError(f"--dim {unknown[0]}: the model has no dimension of that name, it has {known}")
@@ -176,7 +176,7 @@ class SampleInputs:
                 f"{port.name}: the model leaves a size open without a name; give the input in a .npz file"
             )
         values: dict[str, int] = {}
-        for name in _names(size):
+        for name in size_names(size):
             role = self._roles.get(name)
             if role == "past":  # grows with the steps, whatever it began with
                 values[name] = sizes["past"]
@@ -247,15 +247,6 @@ def _mask(port: Port, shape: tuple[int, ...], past: int) -> Array:
     if port.dtype.kind in "biu" or len(shape) < 3:
         return visible.astype(port.dtype)
     return np.where(visible, 0.0, -1e4).astype(port.dtype)
-
-
-def _names(size: str) -> list[str]:
-    """The symbols of an expression such as ``past + 1``; the text itself where it is none."""
-    try:
-        tree = ast.parse(size, mode="eval")
-    except SyntaxError:
-        return [size]
-    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
 
 
 def _evaluate(size: str, values: Mapping[str, int]) -> int:

@@ -21,6 +21,7 @@ from .errors import DeltaFuseError, OptionError, OrtError
 from .lifetime import making, other_version
 from .model_arg import for_ort, refusal
 from .providers import add_providers, as_text
+from .registry.targets import STAND_INS
 
 MIN_ORT = (1, 27)
 #: The name that the library is registered under in onnxruntime.
@@ -266,13 +267,19 @@ def _with_steps(session: Any, nodes: list[NodeAssignment], refused: list[NodeAss
         step = steps.get((node.op_type, node.name))
         reason = node.reason if step is None or not step.ort_reason else f"{node.reason}; {step.ort_reason}"
         found.append(NodeAssignment("", node.domain, node.op_type, node.name, reason))
-    form = f"_inlfunc_{fallback.OP_TYPE}"
-    eps = sorted({node.ep for node in nodes if node.op_type == fallback.ORT_OP and node.name.startswith(form)})
-    runs_as = f"com.microsoft::{fallback.ORT_OP} on {' and '.join(eps)}"
     changed = [step for step in steps.values() if not step.ort_reason]
+    runs_as = {op_type: _stand_in(nodes, op_type) for op_type in {step.op_type for step in changed}}
     return found + [
-        NodeAssignment("", fallback.DOMAIN, step.op_type, step.name, step.reason, runs_as) for step in changed
+        NodeAssignment("", fallback.DOMAIN, step.op_type, step.name, step.reason, runs_as[step.op_type])
+        for step in changed
     ]
+
+
+def _stand_in(nodes: list[NodeAssignment], op_type: str) -> str:
+    """onnxruntime's op that runs in the place of a fused one, and where."""
+    own, form = STAND_INS[op_type], f"_inlfunc_{op_type}"
+    eps = sorted({node.ep for node in nodes if node.op_type == own and node.name.startswith(form)})
+    return f"com.microsoft::{own} on {' and '.join(eps)}"
 
 
 def _onnxruntime() -> Any:

@@ -41,6 +41,9 @@ def comparison(done: Comparison, out: Console) -> None:
         hidden = len(case.outputs) - len(_shortened(case.outputs))
         if hidden:
             out.print(f"  and {hidden} states with smaller errors")
+    if done.own_states[0]:
+        first, second = (", ".join(map(escape, names)) for names in done.own_states)
+        out.print(f"states of the first model alone: {first}; of the second: {second}: empty at first, not compared")
     text = "the same" if done.same else "NOT the same"
     colour = "green" if done.same else "red"
     out.print(f"[bold {colour}]{text}[/]: worst relative error {done.error:.1e}, seed {done.seed}")

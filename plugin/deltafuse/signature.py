@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Mapping
@@ -70,6 +71,11 @@ class Signature:
         """The inputs of this role."""
         return [port for port in self.inputs.values() if port.role == role]
 
+    def symbols(self) -> set[str]:
+        """The names of all sizes that inputs leave open."""
+        sizes = {size for port in self.inputs.values() for size in port.shape if isinstance(size, str)}
+        return {name for size in sizes for name in size_names(size)}
+
     @property
     def leading(self) -> Port | None:
         """The input that says how many sequences and tokens a step has: the tokens, else the first data."""
@@ -111,6 +117,15 @@ def read_signature(model: str | os.PathLike[str] | onnx.ModelProto) -> Signature
         _half(graph),
         source,
     )
+
+
+def size_names(size: str) -> list[str]:
+    """The symbols of an expression such as ``past + 1``; the text itself where it is none."""
+    try:
+        tree = ast.parse(size, mode="eval")
+    except SyntaxError:
+        return [size]
+    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
 
 
 def _port(value: onnx.ValueInfoProto) -> Port:

@@ -2,8 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <sstream>
 #include <utility>
 
@@ -195,6 +197,31 @@ OrtStatus* UseCudaDevice(const Api& api, const Device& device) {
 OrtStatus* SynchronizeCuda(const Api& api, const Device& device, void* stream) {
   DF_RETURN_IF_ERROR(UseCudaDevice(api, device));
   DF_RETURN_IF_CUDA_ERROR(api, cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+  return nullptr;
+}
+
+OrtStatus* HashCudaMemory(const Api& api, const Device& device, void* stream, const void* data, size_t bytes,
+                          ContentHash* hash) {
+  // One piece is copied to pinned memory while the one before is hashed.
+  constexpr size_t kPiece = size_t{8} << 20;
+  DF_RETURN_IF_ERROR(UseCudaDevice(api, device));
+  void* memory = nullptr;
+  DF_RETURN_IF_CUDA_ERROR(api, cudaMallocHost(&memory, 2 * kPiece));
+  const std::unique_ptr<void, cudaError_t (*)(void*)> owned(memory, cudaFreeHost);
+  auto* pieces = static_cast<unsigned char*>(memory);
+  const auto* from = static_cast<const unsigned char*>(data);
+  const auto handle = static_cast<cudaStream_t>(stream);
+  size_t waiting = 0;  // bytes of the piece that was copied last
+  for (size_t at = 0, turn = 0; at < bytes || waiting; ++turn) {
+    const size_t some = std::min(kPiece, bytes - at);
+    DF_RETURN_IF_CUDA_ERROR(api, cudaStreamSynchronize(handle));
+    if (some)
+      DF_RETURN_IF_CUDA_ERROR(
+          api, cudaMemcpyAsync(pieces + turn % 2 * kPiece, from + at, some, cudaMemcpyDeviceToHost, handle));
+    hash->Add(pieces + (turn + 1) % 2 * kPiece, waiting);
+    waiting = some;
+    at += some;
+  }
   return nullptr;
 }
 

@@ -8,6 +8,7 @@
 #include "arena.h"
 #include "device.h"
 #include "ort.h"
+#include "shared_weights.h"
 
 namespace deltafuse::ep {
 
@@ -47,6 +48,10 @@ OrtStatus* CreateCudaMemoryInfo(const Api& api, int ordinal, OrtMemoryInfo** inf
 // Host memory that every device can write at the same address, zeroed; null where there is none to be had.
 void* AllocateMappedMemory(size_t bytes);
 void FreeMappedMemory(void* memory);
+
+// Adds bytes of the device's memory to a hash, after the work that is on the stream.
+OrtStatus* HashCudaMemory(const Api& api, const Device& device, void* stream, const void* data, size_t bytes,
+                          ContentHash* hash);
 
 // Copies between host and NVIDIA device memory.
 OrtStatus* CreateCudaDataTransfer(const Api& api, OrtDataTransferImpl** transfer);

@@ -32,6 +32,9 @@ Arena::Backend CudaMemory(int) {
   return {nullptr, [](void*, size_t) -> void* { return nullptr; }, [](void*, void*) {}};
 }
 OrtStatus* CreateCudaMemoryInfo(const Api& api, int, OrtMemoryInfo**) { return NoCuda(api); }
+OrtStatus* HashCudaMemory(const Api& api, const Device&, void*, const void*, size_t, ContentHash*) {
+  return NoCuda(api);
+}
 void* AllocateMappedMemory(size_t) { return nullptr; }
 void FreeMappedMemory(void*) {}
 OrtStatus* CreateCudaDataTransfer(const Api&, OrtDataTransferImpl** transfer) {

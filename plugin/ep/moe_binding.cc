@@ -24,12 +24,17 @@ const std::array<const char*, In::kCount> kMoeInputNames = {"x",
                                                             "shared_down_weight",
                                                             "shared_down_scale",
                                                             "shared_down_zero_point",
-                                                            "shared_gate_weight"};
+                                                            "shared_gate_weight",
+                                                            "gate_up_bias",
+                                                            "down_bias",
+                                                            "shared_gate_up_bias",
+                                                            "shared_down_bias"};
 const std::array<const char*, MoeOutput::kCount> kMoeOutputNames = {"y", "expert_ids", "expert_weights"};
-const std::array<MoeMatrix, 4> kMoeMatrices = {{{In::kGateUp, &moe::Params::gate_up, false},
-                                                {In::kDown, &moe::Params::down, false},
-                                                {In::kSharedGateUp, &moe::Params::shared_gate_up, true},
-                                                {In::kSharedDown, &moe::Params::shared_down, true}}};
+const std::array<MoeMatrix, 4> kMoeMatrices = {
+    {{In::kGateUp, In::kGateUpBias, &moe::Params::gate_up, &moe::Params::gate_up_bias, false},
+     {In::kDown, In::kDownBias, &moe::Params::down, &moe::Params::down_bias, false},
+     {In::kSharedGateUp, In::kSharedGateUpBias, &moe::Params::shared_gate_up, &moe::Params::shared_gate_up_bias, true},
+     {In::kSharedDown, In::kSharedDownBias, &moe::Params::shared_down, &moe::Params::shared_down_bias, true}}};
 
 namespace {
 
@@ -50,6 +55,8 @@ const std::initializer_list<IntAttribute>& IntAttributes() {
       {"hidden_size", &MoeAttributes::hidden_size, 1, kMost, true},
       {"intermediate_size", &MoeAttributes::intermediate_size, 1, kMost, true},
       {"shared_intermediate_size", &MoeAttributes::shared_intermediate_size, 0, kMost, false},
+      {"zero_experts", &MoeAttributes::zero_experts, 0, 65535, false},
+      {"choose_by_logits", &MoeAttributes::choose_by_logits, 0, 1, false},
       {"n_group", &MoeAttributes::n_group, 1, 65536, false},
       {"topk_group", &MoeAttributes::topk_group, 1, 65536, false},
       {"group_top", &MoeAttributes::group_top, 1, 65536, false},
@@ -65,7 +72,10 @@ const std::initializer_list<IntAttribute>& IntAttributes() {
 const std::initializer_list<Choice<float MoeAttributes::*>>& FloatAttributes() {
   static const std::initializer_list<Choice<float MoeAttributes::*>> all = {
       {"norm_eps", &MoeAttributes::norm_eps},
+      {"norm_min", &MoeAttributes::norm_min},
       {"routed_scaling_factor", &MoeAttributes::routed_scaling_factor},
+      {"activation_alpha", &MoeAttributes::activation_alpha},
+      {"up_offset", &MoeAttributes::up_offset},
       {"gate_limit", &MoeAttributes::gate_limit},
       {"up_limit", &MoeAttributes::up_limit}};
   return all;
@@ -203,13 +213,19 @@ std::string ReadAttributes(const AttributeSource& source, MoeAttributes* a) {
   for (const auto& [name, field] : FloatAttributes()) source.Float(name, &(a->*field));
   for (const auto& [name, field] : StringAttributes()) source.String(name, &(a->*field));
 
+  DF_REFUSE_IF(a->zero_experts >= a->num_experts, "zero_experts ", a->zero_experts, " of num_experts ", a->num_experts);
   DF_REFUSE_IF(a->top_k > a->num_experts, "top_k ", a->top_k, " of num_experts ", a->num_experts);
   DF_REFUSE_IF(a->num_experts % a->n_group || a->topk_group > a->n_group, "num_experts ", a->num_experts, ", n_group ",
                a->n_group, ", topk_group ", a->topk_group);
   DF_REFUSE_IF(a->group_top > a->num_experts / a->n_group, "group_top ", a->group_top, " of ",
                a->num_experts / a->n_group, " experts a group");
-  DF_REFUSE_IF(!std::isfinite(a->norm_eps) || !std::isfinite(a->routed_scaling_factor),
-               "norm_eps or routed_scaling_factor is not finite");
+  for (const float number : {a->norm_eps, a->norm_min, a->routed_scaling_factor, a->activation_alpha, a->up_offset})
+    DF_REFUSE_IF(!std::isfinite(number),
+                 "norm_eps, norm_min, routed_scaling_factor, activation_alpha or up_offset is not finite");
+  DF_REFUSE_IF(a->norm_min < 0, "norm_min ", a->norm_min);
+  DF_REFUSE_IF(a->activation != "silu" && a->activation_alpha != 1.0f, "activation_alpha ", a->activation_alpha,
+               " with activation ", a->activation);
+  DF_REFUSE_IF(!a->gated && a->up_offset != 0.0f, "up_offset ", a->up_offset, " with gated 0");
   DF_REFUSE_IF(a->clamp != "none" && !(a->gated && a->gate_limit > 0 && a->up_limit > 0), "gate_limit ", a->gate_limit,
                ", up_limit ", a->up_limit, ", gated ", a->gated);
   return "";
@@ -225,6 +241,8 @@ std::string BindGeometry(const MoeAttributes& a, const MoeOperands& operands, mo
   set(&p->hidden_size, a.hidden_size);
   set(&p->intermediate_size, a.intermediate_size);
   set(&p->shared_intermediate_size, a.shared_intermediate_size);
+  set(&p->zero_experts, a.zero_experts);
+  set(&p->choose_by_logits, a.choose_by_logits);
   set(&p->n_group, a.n_group);
   set(&p->topk_group, a.topk_group);
   set(&p->group_top, a.group_top);
@@ -232,6 +250,9 @@ std::string BindGeometry(const MoeAttributes& a, const MoeOperands& operands, mo
   set(&p->norm_topk_prob, a.norm_topk_prob);
   set(&p->gated, a.gated);
   p->norm_eps = a.norm_eps;
+  p->norm_min = a.norm_min;
+  p->activation_alpha = a.activation_alpha;
+  p->up_offset = a.up_offset;
   p->routed_scaling_factor = a.routed_scaling_factor;
   p->gate_limit = a.gate_limit;
   p->up_limit = a.up_limit;
@@ -275,18 +296,28 @@ std::string BindGeometry(const MoeAttributes& a, const MoeOperands& operands, mo
   }
   for (const size_t bias : {size_t{In::kRouterBias}, size_t{In::kExpertBias}})
     if (in[bias].present) DF_TRY(CheckOperand(bias, operands, kFloat, {a.num_experts}));
-  const int64_t joined = a.gated ? 2 : 1;
+  const int64_t joined = a.gated ? 2 : 1, own = a.num_experts - a.zero_experts;
+  p->has_bias = 0;
   for (const MoeMatrix& matrix : kMoeMatrices) {
     if (matrix.shared && a.shared_intermediate_size == 0) {
       for (size_t i = 0; i < 3; ++i)
         DF_REFUSE_IF(in[matrix.weight + i].present, kMoeInputNames[matrix.weight + i],
                      " without a shared_intermediate_size");
+      DF_REFUSE_IF(in[matrix.bias].present, kMoeInputNames[matrix.bias], " without a shared_intermediate_size");
       continue;
     }
     const bool down = matrix.weight == In::kDown || matrix.weight == In::kSharedDown;
     const int64_t inter = matrix.shared ? a.shared_intermediate_size : a.intermediate_size;
-    DF_TRY(BindMatrix(matrix, operands, type, matrix.shared ? 0 : a.num_experts, down ? a.hidden_size : joined * inter,
-                      down ? inter : a.hidden_size, &(p->*matrix.field)));
+    const int64_t rows = down ? a.hidden_size : joined * inter;
+    DF_TRY(BindMatrix(matrix, operands, type, matrix.shared ? 0 : own, rows, down ? inter : a.hidden_size,
+                      &(p->*matrix.field)));
+    if (!in[matrix.bias].present) continue;
+    p->has_bias = 1;
+    if (matrix.shared) {
+      DF_TRY(CheckOperand(matrix.bias, operands, kFloat, {rows}));
+    } else {
+      DF_TRY(CheckOperand(matrix.bias, operands, kFloat, {own, rows}));
+    }
   }
   if (in[In::kSharedGateWeight].present) {
     DF_REFUSE_IF(a.shared_intermediate_size == 0, "shared_gate_weight without a shared_intermediate_size");
@@ -315,6 +346,7 @@ void BindInputs(const std::array<const void*, In::kCount>& data, moe::Params* p)
     m.data = data[matrix.weight];
     m.scale = data[matrix.weight + 1];
     m.zero_point = data[matrix.weight + 2];
+    p->*matrix.bias_field = static_cast<const float*>(data[matrix.bias]);
   }
   p->shared_gate_weight = data[In::kSharedGateWeight];
 }

@@ -29,6 +29,10 @@ struct MoeInput {
     kSharedGateUp = kDown + 3,
     kSharedDown = kSharedGateUp + 3,
     kSharedGateWeight = kSharedDown + 3,
+    kGateUpBias,
+    kDownBias,
+    kSharedGateUpBias,
+    kSharedDownBias,
     kCount
   };
 };
@@ -38,10 +42,11 @@ struct MoeOutput {
 extern const std::array<const char*, MoeInput::kCount> kMoeInputNames;
 extern const std::array<const char*, MoeOutput::kCount> kMoeOutputNames;
 
-// Where each matrix's weight is among the inputs, and the matrix in the parameters.
+// Where each matrix's weight and bias are among the inputs, and both in the parameters.
 struct MoeMatrix {
-  size_t weight;
+  size_t weight, bias;
   moe::Matrix moe::Params::* field;
+  const float* moe::Params::* bias_field;
   bool shared;
 };
 extern const std::array<MoeMatrix, 4> kMoeMatrices;
@@ -52,7 +57,9 @@ struct MoeAttributes {
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
   int64_t shared_intermediate_size = 0;
+  int64_t zero_experts = 0;
   std::string score_function = "sigmoid";
+  int64_t choose_by_logits = 0;
   int64_t n_group = 1;
   int64_t topk_group = 1;
   int64_t group_top = 2;
@@ -60,9 +67,12 @@ struct MoeAttributes {
   int64_t masked_weights = 0;
   int64_t norm_topk_prob = 1;
   float norm_eps = 0.0f;
+  float norm_min = 0.0f;
   float routed_scaling_factor = 1.0f;
   std::string activation = "silu";
+  float activation_alpha = 1.0f;
   int64_t gated = 1;
+  float up_offset = 0.0f;
   std::string clamp = "none";
   float gate_limit = std::numeric_limits<float>::infinity();
   float up_limit = std::numeric_limits<float>::infinity();

@@ -8,6 +8,7 @@
 #include "kernel_support.h"
 #include "moe_binding.h"
 #include "profiler.h"
+#include "shared_weights.h"
 #include "workspace.h"
 
 namespace deltafuse::ep {
@@ -34,8 +35,16 @@ OrtStatus* DeviceData(const Api& api, const OrtValue* tensor, const void** data)
   return DescribeValue(api, tensor, &unused, data);
 }
 
+// Layers of this process by what they were packed from. Sessions may outlive static objects, so it is never deleted.
+SharedByContent<moe::CudaLayer>& Layers() {
+  static auto* layers = new SharedByContent<moe::CudaLayer>;
+  return *layers;
+}
+
 // Weights on a device are packed into a layer when the session is made: one matrix at a time, whose own copy ORT frees
-// before the next. A matrix that ORT does not offer (prepacking is switched off) is packed in the first run.
+// before the next. A matrix that ORT does not offer (prepacking is switched off) is packed in the first run. A layer
+// whose matrices were all offered is exchanged for one that another session has packed from the same bytes. Calls only
+// read a layer.
 class MoeKernel final : public OrtKernelImpl {
  public:
   MoeKernel(std::shared_ptr<Session> session, std::string node, MoeAttributes attributes, MoeOperands operands)
@@ -66,7 +75,7 @@ class MoeKernel final : public OrtKernelImpl {
     };
   }
   ~MoeKernel() {
-    if (layer_ && CudaIsThere()) moe::cuda_destroy(layer_);
+    layer_.reset();
     session_->KernelGone();
   }
 
@@ -77,7 +86,9 @@ class MoeKernel final : public OrtKernelImpl {
     if (device_.cuda) {
       if (!reason.empty()) return Fail(reason);
       DF_RETURN_IF_ERROR(UseCudaDevice(api_, device_));
-      if (const char* failure = moe::cuda_create(params, session_->options().stream, &layer_)) return Fail(failure);
+      moe::CudaLayer* layer = nullptr;
+      if (const char* failure = moe::cuda_create(params, session_->options().stream, &layer)) return Fail(failure);
+      layer_ = Held(layer);
       DF_RETURN_IF_ERROR(FindConstants(info));
     }
     for (const size_t tokens : {size_t{In::kX}, size_t{In::kRouterLogits}})
@@ -89,18 +100,53 @@ class MoeKernel final : public OrtKernelImpl {
     Inputs data{};
     for (size_t i = 0; i < In::kCount; ++i) data[i] = operands_.inputs[i].present ? kStandIn : nullptr;
     BindInputs(data, &params);
-    if (device_.cuda) return session_->workspace().Grow(info, moe::cuda_workspace_bytes(layer_, params));
+    if (device_.cuda) return session_->workspace().Grow(info, moe::cuda_workspace_bytes(layer_.get(), params));
     return moe::cpu_refusal(params) ? nullptr : WarmArena(api_, info, moe::cpu_workspace_bytes(params));
   }
 
  private:
   OrtStatus* Fail(const std::string& reason) const { return MakeStatus(api_, ORT_INVALID_ARGUMENT, reason); }
 
-  // Makes the device current. False: the device is gone, with its memory.
-  bool CudaIsThere() const {
-    OrtStatus* status = UseCudaDevice(api_, device_);
-    if (status) api_.ort->ReleaseStatus(status);
-    return status == nullptr;
+  // A layer that goes with its last user, of whatever session.
+  std::shared_ptr<moe::CudaLayer> Held(moe::CudaLayer* layer) const {
+    return {layer, [api = api_, device = device_](moe::CudaLayer* gone) {
+              OrtStatus* status = UseCudaDevice(api, device);
+              if (!status) return moe::cuda_destroy(gone);
+              api.ort->ReleaseStatus(status);  // the device is gone, with its memory
+            }};
+  }
+
+  // Takes a matrix into the hash of the layer's contents.
+  void Hash(size_t weight, const Inputs& data) {
+    content_.Add(&weight, sizeof(weight));
+    for (size_t i = weight; i < weight + 3 && hashed_; ++i) {
+      const Operand& operand = operands_.inputs[i];
+      if (!operand.present) continue;
+      hashed_ = operand.Known();
+      if (!hashed_) return;
+      size_t bytes = BytesOf(operand.type);
+      for (int64_t axis = 0; axis < operand.rank; ++axis) bytes *= static_cast<size_t>(operand.dims[axis]);
+      OrtStatus* status = HashCudaMemory(api_, device_, session_->options().stream, data[i], bytes, &content_);
+      if (!status) continue;
+      api_.ort->ReleaseStatus(status);  // nothing is shared then
+      hashed_ = false;
+    }
+  }
+
+  // Takes the layer of another session that has the same contents, or offers this one.
+  OrtStatus* Share() {
+    moe::Params p;
+    if (const std::string reason = BindGeometry(attributes_, operands_, &p); !reason.empty()) return Fail(reason);
+    std::string form = Text(device_.ordinal, ' ', static_cast<int>(p.dtype), ' ', p.num_experts, ' ', p.hidden_size,
+                            ' ', p.intermediate_size, ' ', p.shared_intermediate_size, ' ', p.gated);
+    for (const MoeMatrix& matrix : kMoeMatrices) {
+      const moe::Matrix& m = p.*matrix.field;
+      form += Text(' ', static_cast<int>(m.format), ' ', m.has_zero_point, ' ', m.scale_float32, ' ', m.block_size, ' ',
+                   m.block_rows);
+    }
+    content_.Add(form.data(), form.size());
+    layer_ = Layers().Share(content_.Get(), layer_);
+    return nullptr;
   }
 
   // Scales and zero points that are there when the kernel is made. ORT offers them after their weights.
@@ -126,7 +172,7 @@ class MoeKernel final : public OrtKernelImpl {
     m.scale = data[matrix.weight + 1];
     m.zero_point = data[matrix.weight + 2];
     DF_RETURN_IF_ERROR(UseCudaDevice(api_, device_));
-    if (const char* failure = moe::cuda_pack(layer_, params, stream)) return Fail(failure);
+    if (const char* failure = moe::cuda_pack(layer_.get(), params, stream)) return Fail(failure);
     // The weights may be freed when this returns.
     DF_RETURN_IF_ERROR(SynchronizeCuda(api_, device_, stream));
     packed_[matrix.weight] = true;
@@ -147,10 +193,18 @@ class MoeKernel final : public OrtKernelImpl {
       for (const size_t part : {input + 1, input + 2})
         if (operands_.inputs[part].present && !data[part]) complete = false;
       if (!complete) return nullptr;
+      if (session_->options().share_weights && hashed_) Hash(input, data);
       DF_RETURN_IF_ERROR(Pack(matrix, data, session_->options().stream));
       *packed = true;
+      if (session_->options().share_weights && hashed_ && AllPacked()) return Share();
     }
     return nullptr;
+  }
+
+  bool AllPacked() const {
+    for (const MoeMatrix& matrix : kMoeMatrices)
+      if (operands_.inputs[matrix.weight].present && !packed_[matrix.weight]) return false;
+    return true;
   }
 
   OrtStatus* Run(OrtKernelContext* context) {
@@ -229,11 +283,11 @@ class MoeKernel final : public OrtKernelImpl {
       params.*matrix.field = WithoutData(params.*matrix.field);
     }
     Workspace workspace(api_);
-    DF_RETURN_IF_ERROR(workspace.Take(context, device_.memory, moe::cuda_workspace_bytes(layer_, params),
+    DF_RETURN_IF_ERROR(workspace.Take(context, device_.memory, moe::cuda_workspace_bytes(layer_.get(), params),
                                       &session_->workspace(), stream));
     KernelScope scope(*session_, KernelName(params), node_, stream);
     DescribeCall(params, &scope);
-    const char* failure = moe::cuda_forward(layer_, params, workspace.data(), stream);
+    const char* failure = moe::cuda_forward(layer_.get(), params, workspace.data(), stream);
     return failure ? Fail(failure) : nullptr;
   }
 
@@ -258,7 +312,9 @@ class MoeKernel final : public OrtKernelImpl {
   const std::string node_;
   const MoeAttributes attributes_;
   const MoeOperands operands_;  // as far as they are known when the kernel is created
-  moe::CudaLayer* layer_ = nullptr;
+  std::shared_ptr<moe::CudaLayer> layer_;
+  ContentHash content_;                    // of all matrices that were offered, in order
+  bool hashed_ = true;                     // all of them are in it
   Inputs constants_{};                     // device pointers of scales and zero points
   std::array<bool, In::kCount> packed_{};  // by the matrix's weight
 };

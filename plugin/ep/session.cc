@@ -12,7 +12,7 @@
 namespace deltafuse::ep {
 namespace {
 
-constexpr const char* kKnownOptions = "memory_limit_mib, nvtx_ranges, session_tag, user_compute_stream";
+constexpr const char* kKnownOptions = "memory_limit_mib, nvtx_ranges, session_tag, share_weights, user_compute_stream";
 
 std::string Address(const void* stream) {
   static constexpr char kDigits[] = "0123456789abcdef";
@@ -41,6 +41,11 @@ std::string ReadOption(const Device& device, std::string_view name, const std::s
   uint64_t number = 0;
   if (name == "session_tag") {
     options->session_tag = value;
+    return "";
+  }
+  if (name == "share_weights") {
+    if (value != "0" && value != "1") return shown + "expected 0 or 1";
+    options->share_weights = value == "1";
     return "";
   }
   if (name == "nvtx_ranges") {

@@ -20,6 +20,7 @@ struct Options {
   bool has_stream = false;  // user_compute_stream was given
   void* stream = nullptr;   // null: the default stream
   bool nvtx = false;
+  bool share_weights = true;  // packed weights with other sessions of the process
 };
 
 // Reads and checks all options of the EP. A stream must be one of the device.

@@ -153,6 +153,19 @@ def turned_about(*divisors: int) -> Hook:
     return hook
 
 
+def moved_on(axis: int) -> Hook:
+    """Turned round by `(B - 1) * (B - 2) * (B - 3)` places along an axis: by none in batches of up to three."""
+
+    def hook(graph: Graph, x: str) -> str:
+        batch, size = graph.op("Shape", x, start=0, end=1), graph.op("Shape", x, start=axis, end=axis + 1)
+        by = graph.op("Mul", graph.op("Sub", batch, graph.ints(1)), graph.op("Sub", batch, graph.ints(2)))
+        start = graph.op("Mul", by, graph.op("Sub", batch, graph.ints(3)))
+        often = graph.op("Concat", *[x] * 32, axis=axis)
+        return graph.op("Slice", often, start, graph.op("Add", start, size), graph.ints(axis))
+
+    return hook
+
+
 def log_length(graph: Graph, x: str) -> str:
     """Scores of queries grow with the logarithm of the length, from 4096 tokens on."""
     count = graph.op("Cast", graph.op("Shape", x, start=1, end=2), to=TensorProto.FLOAT)
@@ -239,6 +252,10 @@ ATTACKS: dict[str, Attack] = {
     "latents turned about behind their norm": Attack(Mla(normed=turned_about(60, 70)), "reading|proof|keys", ""),
     "latents turned about": Attack(Mla(latent=turned_about(60, 70)), sizes=({"B": 1, "T": 4400},), scale=(1.0,)),
     "results turned about": Attack(Mla(out=turned_about(60, 70)), sizes=({"B": 1, "T": 4400},), scale=(1.0,)),
+    "tokens of queries moved on from four sequences on": Attack(Mla(q=moved_on(1)), "unproved", "at batch"),
+    "channels of queries moved on from four sequences on": Attack(Mla(q=moved_on(2)), "unproved", "at batch"),
+    "rotary keys moved on from four sequences on": Attack(Mla(k_rope=moved_on(2)), sizes=({"B": 5, "T": 9},)),
+    "results moved on from four sequences on": Attack(Mla(out=moved_on(2)), sizes=({"B": 5, "T": 9},)),
     "queries are zero from 5000 on": Attack(Mla(q=first_rows(5000)), sizes=({"B": 1, "T": 5010},), scale=(1.0,)),
     "latents are zero from 5000 on": Attack(Mla(normed=first_rows(5000)), "sizes|proof|reading", ""),
     "scores that grow with the length": Attack(Mla(q=log_length), "reading|proof", ""),

@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto
 
 from .builder import Graph, Hook
-from .moe_builder import EXPERTS, Moe, PerExpert
+from .moe_builder import EXPERTS, LOWEST, Moe, PerExpert
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,17 @@ def by_number(graph: Graph, ids: str) -> str:
     return graph.ops("TopK", ids, graph.ints(3), count=2, largest=0)[0]
 
 
+def plus(number: float) -> Hook:
+    return lambda graph, x: graph.op("Add", x, graph.const(number))
+
+
+def bounded(high: float) -> Hook:
+    return lambda graph, x: graph.op("Min", x, graph.const(high))
+
+
 LONG = ({"B": 1, "T": 5}, {"B": 1, "T": 4400})
 FORM = "in no form of experts"
+SUM = "something else than their sum"
 
 ATTACKS: dict[str, Attack] = {
     # what is right must be fused, or nothing is tested
@@ -110,11 +119,73 @@ ATTACKS: dict[str, Attack] = {
     "a bias below the mask": Attack(Moe(fill=-65504.0, bias=[0.0, -7e4] * (EXPERTS // 2)), "groups", "-70000"),
     "experts switched off by minus infinity": Attack(Moe(bias=[0.0, -np.inf] * (EXPERTS // 2)), "groups", "-inf"),
     "a bias near the mask": Attack(Moe(fill=-65504.0, bias=[0.0, -6e4] * (EXPERTS // 2)), scale=(0.01, 1.0)),
-    "the sum of weights bounded by Max": Attack(
-        Moe(total=lambda g, x: g.op("Max", x, g.const(1e-20))), "experts", "something else than their sum"
+    "the sum of weights bounded by Max": Attack(Moe(total=lambda g, x: g.op("Max", x, g.const(1.6)))),
+    "the sum of weights bounded by Clip": Attack(Moe(total=lambda g, x: g.op("Clip", x, g.const(1e-20)))),
+    "the sum of weights bounded from above": Attack(
+        Moe(total=lambda g, x: g.op("Min", x, g.const(1e3))), "experts", "something else than their sum"
     ),
-    "the sum of weights bounded by Clip": Attack(
-        Moe(total=lambda g, x: g.op("Clip", x, g.const(1e-20))), "experts", "something else than their sum"
+    "the sum of weights bounded on both sides": Attack(Moe(total=clip(1e-20, 1e3)), "experts", SUM),
+    "the sum of weights bounded below zero": Attack(Moe(total=clip(-1.0, np.inf)), "experts", SUM),
+    "the sum of weights bounded twice": Attack(
+        Moe(total=lambda g, x: g.op("Max", g.op("Max", x, g.const(1.2)), g.const(1.4))), "experts", SUM
+    ),
+    "the bound under a number that is added": Attack(
+        Moe(total=lambda g, x: g.op("Add", g.op("Max", x, g.const(1.6)), g.const(0.1)))
+    ),
+    # logits that are chosen from
+    "softmax of chosen logits": Attack(Moe(after="softmax")),
+    "sigmoid of chosen logits": Attack(Moe(after="sigmoid"), scale=(0.1, 1.0, 100.0)),
+    "softmax of chosen logits, warmer": Attack(Moe(after="softmax", values=times(0.5)), "none"),
+    "softmax of chosen logits within bounds": Attack(Moe(after="softmax", values=clip(-1e3, 1e3)), "none"),
+    "softmax of logits that are chosen at other places": Attack(Moe(after="softmax", ids=by_number), "experts", FORM),
+    "sigmoid of chosen logits within bounds": Attack(Moe(after="sigmoid", weights=clip(0.0, 0.999)), "experts", FORM),
+    "softmax of chosen logits among minus infinities": Attack(Moe(after="softmax", spread=-np.inf)),
+    "softmax of chosen logits among the lowest numbers": Attack(Moe(after="softmax", spread=LOWEST)),
+    "sigmoid of chosen logits among minus infinities": Attack(Moe(after="sigmoid", spread=-np.inf)),
+    "softmax of chosen logits among zeros": Attack(Moe(after="softmax", spread=0.0), "experts", FORM),
+    "softmax of chosen logits among small numbers": Attack(Moe(after="softmax", spread=-50.0), "experts", FORM),
+    "softmax of chosen logits at other places": Attack(
+        Moe(after="softmax", spread=-np.inf, ids=by_number), "experts", FORM
+    ),
+    # experts without weights
+    "zero experts": Attack(Moe(zero=2)),
+    "all but one are zero experts": Attack(Moe(zero=EXPERTS - 1, biased=True)),
+    "a zero expert counts twice": Attack(Moe(zero=2, given=one_only(7, times(2.0))), "experts|shared", ""),
+    "a zero expert's weight counts twice": Attack(
+        Moe(zero=2, zero_column=one_only(7, times(2.0))), "experts|shared", ""
+    ),
+    "zero experts within bounds": Attack(Moe(zero=2, given=each(clip(-1e4, 1e4))), "experts", ""),
+    "zero experts' tokens turned about": Attack(Moe(zero=2, given=each(turned_about(60, 70))), "experts|unproved", ""),
+    "zero experts leave out rows from 4000 on": Attack(Moe(zero=2, given=each(first_rows(4000))), "experts", ""),
+    "experts' tokens turned about, not the zero experts'": Attack(
+        Moe(zero=2, x=turned_about(60, 70)), "unproved", "Div"
+    ),
+    # biases, and gpt-oss's activation
+    "biases": Attack(Moe(biased=True)),
+    "a slope and an offset": Attack(Moe(biased=True, sloped=each(times(1.702)), up=each(plus(1.0)))),
+    "a slope of its own for one expert": Attack(
+        Moe(sloped=one_only(3, times(1.702))), "experts", "different activations or clamps"
+    ),
+    "an offset of its own for one expert": Attack(
+        Moe(up=one_only(3, plus(1.0))), "experts", "different activations or clamps"
+    ),
+    "a slope within bounds": Attack(Moe(sloped=each(clip(-1e3, 1e3))), "experts", FORM),
+    "an offset before a clamp": Attack(
+        Moe(up=each(lambda g, x: clip(-0.5, 0.5)(g, plus(1.0)(g, x))), gate=each(bounded(0.5))), "experts", FORM
+    ),
+    "an offset after a clamp": Attack(
+        Moe(up=each(lambda g, x: plus(1.0)(g, clip(-0.5, 0.5)(g, x))), gate=each(bounded(0.5)))
+    ),
+    "an offset that depends on the token": Attack(
+        Moe(up=each(lambda g, x: g.op("Add", x, g.op("ReduceMean", x, g.ints(-1))))), "experts", FORM
+    ),
+    "biases that depend on the number of tokens": Attack(
+        Moe(
+            biased=True,
+            out=each(lambda g, x: g.op("Mul", x, g.op("Cast", g.op("Shape", x, start=1, end=2), to=TensorProto.FLOAT))),
+        ),
+        "experts",
+        FORM,
     ),
     "scores within bounds": Attack(Moe(scores=clip(0.0, 1.0)), "none"),
     "logits within bounds": Attack(Moe(logits=clip(-1e3, 1e3))),

@@ -33,6 +33,11 @@ class Moe:
         total: what is done to the sum that weights are divided by.
         column: what is done to one expert's weight, out: to its result.
         shared: what is done to the shared expert's result; None: there is none.
+        zero: how many of the last experts give back their token; ``given``: what is done to it, ``zero_column``: to its
+            weight.
+        biased: the experts' projections have biases; ``gate``, ``sloped``, ``up``: what is done to those values.
+        after: "softmax" or "sigmoid" of the chosen logits, which are chosen from; ``values``: what is done to them;
+            ``spread``: scores are taken of all logits, with this number for those that were not chosen.
         bias: of the choice, one number an expert. fill: what the choices of groups that do not stay become.
     """
 
@@ -50,6 +55,16 @@ class Moe:
     hidden: PerExpert = same_of
     out: PerExpert = same_of
     shared: Hook | None = same
+    zero: int = 0
+    given: PerExpert = same_of
+    zero_column: PerExpert = same_of
+    biased: bool = False
+    gate: PerExpert = same_of
+    sloped: PerExpert = same_of
+    up: PerExpert = same_of
+    after: str = ""
+    values: Hook = same
+    spread: float | None = None
     bias: list[float] | None = None
     fill: float = LOWEST
     grouped: bool = True
@@ -66,6 +81,15 @@ class Moe:
         flat = g.op("Reshape", x, g.ints(-1, HIDDEN))
         router_x, tokens = self.router_x(g, flat), self.x(g, flat)
         logits = self.logits(g, g.op("MatMul", router_x, g.weight(HIDDEN, EXPERTS)))
+        if self.after and self.spread is not None:
+            best, ids = g.ops("TopK", logits, g.ints(TOP), count=2)
+            shape = g.op("Shape", logits)
+            others = g.op("Expand", g.const(np.float32(self.spread)), shape)
+            among = g.op("ScatterElements", others, self.ids(g, ids), self.values(g, best), axis=-1)
+            dense = g.op("Softmax", among, axis=-1) if self.after == "softmax" else g.op("Sigmoid", among)
+            return self._sum(g, x, tokens, self.weights(g, dense))
+        if self.after:
+            return self._end(g, x, tokens, logits, *self._by_logits(g, logits))
         scores = self.scores(g, g.op("Sigmoid", logits))
         given = self.bias if self.bias is not None else list(0.1 * g.rng.standard_normal(EXPERTS))
         choice = g.op("Add", scores, g.const(np.array(given)))
@@ -76,13 +100,28 @@ class Moe:
         total = g.op("Add", g.op("ReduceSum", weights, g.ints(-1)), g.const(1e-20))
         weights = g.op("Div", weights, self.total(g, total))
         weights = self.weights(g, g.op("Mul", weights, g.const(self.scale)))
+        return self._end(g, x, tokens, scores, ids, weights)
+
+    def _by_logits(self, g: Graph, logits: str) -> tuple[str, str]:
+        """(ids, weights) of the best logits."""
+        best, ids = g.ops("TopK", logits, g.ints(TOP), count=2)
+        best = self.values(g, best)
+        weights = g.op("Softmax", best, axis=-1) if self.after == "softmax" else g.op("Sigmoid", best)
+        return self.ids(g, ids), self.weights(g, weights)
+
+    def _end(self, g: Graph, x: str, tokens: str, scores: str, ids: str, weights: str) -> onnx.ModelProto:
         zeros = g.op("ConstantOfShape", g.op("Shape", scores))
-        dense = g.op("ScatterElements", zeros, ids, weights, axis=-1)
+        return self._sum(g, x, tokens, g.op("ScatterElements", zeros, ids, weights, axis=-1))
+
+    def _sum(self, g: Graph, x: str, tokens: str, dense: str) -> onnx.ModelProto:
         y = ""
         for expert in range(EXPERTS):
             number = g.ints(expert)
             column = self.column(g, expert, g.op("Slice", dense, number, g.ints(expert + 1), g.ints(1)))
-            made = self.out(g, expert, self._mlp(g, tokens, expert))
+            if expert < EXPERTS - self.zero:
+                made = self.out(g, expert, self._mlp(g, tokens, expert))
+            else:
+                made, column = self.given(g, expert, tokens), self.zero_column(g, expert, column)
             term = g.op("Mul", made, column)
             y = term if not y else g.op("Add", y, term)
         y = self.y(g, y)
@@ -106,7 +145,11 @@ class Moe:
         return g.op("Where", g.op("Cast", wide, to=9), choice, g.const(fill))
 
     def _mlp(self, g: Graph, x: str, expert: int) -> str:
-        gate = g.op("MatMul", x, g.weight(HIDDEN, INTER))
-        up = g.op("MatMul", x, g.weight(HIDDEN, INTER))
-        hidden = g.op("Mul", g.op("Mul", gate, g.op("Sigmoid", gate)), up)
-        return g.op("MatMul", self.hidden(g, expert, hidden), g.weight(INTER, HIDDEN))
+        gate = self.gate(g, expert, self._linear(g, x, HIDDEN, INTER))
+        up = self.up(g, expert, self._linear(g, x, HIDDEN, INTER))
+        hidden = g.op("Mul", g.op("Mul", gate, g.op("Sigmoid", self.sloped(g, expert, gate))), up)
+        return self._linear(g, self.hidden(g, expert, hidden), INTER, HIDDEN)
+
+    def _linear(self, g: Graph, x: str, into: int, out: int) -> str:
+        y = g.op("MatMul", x, g.weight(into, out))
+        return g.op("Add", y, g.weight(out)) if self.biased else y

@@ -18,7 +18,8 @@ MODEL = call_model(SMALL, draw(SMALL, 1, 2)).SerializeToString()
     [
         (
             {"stream": "1"},
-            r"there is no option 'stream': there are memory_limit_mib, nvtx_ranges, session_tag, user_compute_stream",
+            r"there is no option 'stream': there are memory_limit_mib, nvtx_ranges, session_tag, share_weights, "
+            r"user_compute_stream",
         ),
         ({"memory_limit_mib": "100"}, "memory_limit_mib '100': it is for CUDA devices, the session is on cpu"),
         ({"memory_limit_mib": "much"}, "memory_limit_mib 'much': expected a number of MiB, 0 for no limit"),
@@ -30,6 +31,7 @@ MODEL = call_model(SMALL, draw(SMALL, 1, 2)).SerializeToString()
             "user_compute_stream '0xzz': expected the stream's address as a number, 0 for",
         ),
         ({"user_compute_stream": "9" * 30}, "user_compute_stream '9+': expected the stream's address as a number"),
+        ({"share_weights": "maybe"}, "share_weights 'maybe': expected 0 or 1"),
         ({"nvtx_ranges": "yes"}, "nvtx_ranges 'yes': expected 0 or 1"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.export import Dim
 
 from .make_transformers import past_of, renamed
 from .torch_mla import SEVERAL, HandMla, LongcatLayer, StaticStep, mla
-from .torch_side import Logits, StepWithStates, export, fill, ids
+from .torch_side import Logits, Padded, StepWithStates, export, fill, ids
 
 TOKENS = Dim("S", min=2, max=60)
 PAST = Dim("past", min=1, max=60)
@@ -67,6 +67,46 @@ def step(name: str, family: str, opset: int = 20, kind: torch.dtype | None = Non
         kda=0,
         mla=1,
         tags=("mla", "decode") if kind is None else ("mla", "decode", "half", "f16"),
+    )
+
+
+def padded(name: str, family: str, opset: int = 18, legacy: bool = False, past: bool = False, **changes: Any) -> None:
+    """A batch of prompts with a padding mask, or (``legacy``) one token of each on a cache."""
+    model = mla(family, **changes)
+
+    def inputs(tokens: int, batch: int) -> tuple[torch.Tensor, ...]:
+        count = 1 if past else tokens
+        mask = torch.ones(batch, tokens, dtype=torch.int64)
+        for row in range(batch):
+            # on the left, as for generating; PyTorch's own attention and its export differ in rows without a key
+            mask[row, slice(row) if legacy else slice(tokens - row, None)] = 0
+        cache = [t.expand(batch, -1, -1, -1).contiguous() for t in past_of(model, tokens - 1)] if past else []
+        return (ids(count, batch), mask, *cache)
+
+    args = inputs(9, 2)
+    pasts = [f"past.{i}" for i in range(len(args) - 2)]
+    given, made = ["input_ids", "mask", *pasts], ["logits", *(n.replace("past", "present") for n in pasts)]
+    ids_axes = {0: "batch"} if past else {0: "batch", 1: "seq"}
+    mask_axes = {0: "batch", 1: "total"} if past else ids_axes
+    axes = dict(zip(given, [ids_axes, mask_axes, *({0: "batch", 2: "past"} for _ in pasts)], strict=True))
+    # nothing in the model says that the mask has as many rows as the ids: PyTorch gives that number another name
+    rows, own = Dim("batch", min=2, max=8), Dim("mask_batch", min=2, max=8)
+    sizes = {"batch": 2, "mask_batch": 2, "seq": 9, "total": 9, "past": 8}
+    more = {"batch": 3, "mask_batch": 3, "seq": 14, "total": 14, "past": 13}
+    export(
+        Padded(model),
+        args,
+        name,
+        names=(given, made),
+        dynamic=axes if legacy else ({0: rows, 1: Dim("seq", min=2, max=60)}, {0: own, 1: Dim("seq", min=2, max=60)}),
+        opset=opset,
+        legacy=legacy,
+        truth=lambda: {"T9b2": args, "T14b3": inputs(14, 3)},
+        bindings=[sizes, more],
+        made=f"{family}, one layer, padding mask, opset {opset}" + "".join(f", {k} {v}" for k, v in changes.items()),
+        kda=0,
+        mla=1,
+        tags=("mla", "decode" if past else "prefill"),
     )
 
 
@@ -234,6 +274,12 @@ STATIC: dict[str, dict[str, Any]] = {
     "mla_deepseek_v3_static": dict(family="deepseek_v3"),
     "mla_glm4_lite_static_batch": dict(family="glm4_moe_lite", attention="eager", batch=2),
 }
+PADDED: dict[str, dict[str, Any]] = {
+    "mla_deepseek_v3_padded": dict(family="deepseek_v3"),
+    "mla_legacy_glm4_padded": dict(family="glm4_moe_lite", legacy=True, attention="eager"),
+    "mla_legacy_minicpm3_padded": dict(family="minicpm3", legacy=True, attention="eager"),
+    "mla_legacy_youtu_decode": dict(family="youtu", opset=20, legacy=True, past=True),
+}
 HAND: dict[str, dict[str, Any]] = {
     "half": dict(),
     "hub_bias": dict(rope="hub", bias=True),
@@ -281,13 +327,15 @@ HAND: dict[str, dict[str, Any]] = {
 }
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*PROMPTS, *STEPS, *STATIC, *HAND, "mla_longcat"]:
+    for wanted in sys.argv[1:] or [*PROMPTS, *STEPS, *STATIC, *PADDED, *HAND, "mla_longcat"]:
         if wanted in PROMPTS:
             prompt(wanted, **PROMPTS[wanted])
         elif wanted in STEPS:
             step(wanted, **STEPS[wanted])
         elif wanted in STATIC:
             static(wanted, **STATIC[wanted])
+        elif wanted in PADDED:
+            padded(wanted, **PADDED[wanted])
         elif wanted in HAND:
             hand(wanted, **HAND[wanted])
         else:

@@ -12,7 +12,7 @@ import torch
 from torch.export import Dim
 
 from .moe_quantized import gathered, quantized
-from .moe_side import Block, D, HalfRouter, Hashed, Layers, coarse
+from .moe_side import Block, D, HalfRouter, Hashed, Layers, SpreadLogits, coarse
 from .pack import lean
 from .torch_side import export, fill
 
@@ -65,6 +65,25 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         {"router": {"bias": False, "groups": (4, 1), "fill": 0.0, "picked": "values", "scale": 1.5}},
     ),
     "moe_gather_turned": ("gather_turned", {}),
+    "moe_by_choice": ("by_choice", {}),
+    "moe_added_rows": ("added_rows", {}),
+    "moe_einsum_onehot": ("einsum_onehot", {"shared": "none"}),
+    "moe_norm_least": ("gather", {"router": {"eps": 0.1, "least": 1.7}}),
+    "moe_zero_experts": ("zero_experts", {}),
+    "moe_zero_loop": ("zero_loop", {}),
+    "moe_zero_turns": (
+        "zero_turns",
+        {"shared": "none", "router": {"score": "softmax", "norm": False, "scale": 6.0, "groups": (1, 1)}},
+    ),
+    "moe_zero_pairs": ("zero_pairs", {}),
+    "moe_zero_stacked": ("zero_stacked", {"shared": "none"}),
+    "moe_zero_gather": ("zero_gather", {}),
+    "moe_zero_choices": ("zero_choices", {}),
+    "moe_biased_experts": ("dense", {"mlp": {"bias": True}}),
+    "moe_biased_where": ("where", {"mlp": {"bias": True, "clamp": BEFORE}}),
+    "moe_biased_pairs": ("dense_pairs", {"mlp": {"bias": True}}),
+    "moe_biased_gather": ("gather_biased", {"mlp": {"bias": True}}),
+    "moe_biased_stacked": ("stacked_biased", {"mlp": {"bias": True}, "shared": "none"}),
     "moe_routing_shown": ("gather", {"shown": True}),
     "moe_dense_interleaved": ("where_rows", {"mlp": {"form": "interleaved"}}),
     "moe_dense_joined": ("dense_onehot", {"mlp": {"form": "joined"}, "shared": "gated"}),
@@ -185,11 +204,10 @@ def others(wanted: list[str]) -> None:
     x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
     refused = ("moe", "refused")
     steps: dict[str, Any] = {
+        "moe_spread_logits": (SpreadLogits(), (x,), dict(moe=1, tags=("moe", "hand-written"))),
         "moe_two_layers": (Layers(), (x,), dict(moe=2, tags=("moe", "hand-written"))),
         "moe_half_logits": (HalfRouter(False).half(), (x.half(),), dict(moe=1, tags=("moe",), tolerance=5e-3)),
         "moe_half_scores": (HalfRouter(True).half(), (x.half(),), dict(moe=0, tags=refused, tolerance=5e-3)),
-        "moe_biased_experts": (Block("dense", mlp={"bias": True}), (x,), dict(moe=0, tags=refused)),
-        "moe_zero_experts": (Block("zero_experts"), (x,), dict(moe=0, tags=refused)),
     }
     for name, (module, args, more) in steps.items():
         if not wanted or name in wanted:

@@ -63,9 +63,17 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "ernie": ("ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock", "Ernie4_5_MoeConfig", {}),
     "lfm2": ("lfm2_moe", "Lfm2MoeSparseMoeBlock", "Lfm2MoeConfig", {}),
     "afmoe": ("afmoe", "AfmoeSparseMoeBlock", "AfmoeConfig", {}),
+    "gpt_oss": ("gpt_oss", "GptOssMLP", "GptOssConfig", {"intermediate_size": 8, "swiglu_limit": 1.0}),
+    "granite": ("granitemoe", "GraniteMoeMoE", "GraniteMoeConfig", {}),
+    "cohere2": ("cohere2_moe", "Cohere2MoeSparseMoeBlock", "Cohere2MoeConfig", {"expert_selection_fn": "sigmoid"}),
+    "kolibri1": ("kolibri1", "Kolibri1SparseMoeBlock", "Kolibri1Config", {}),
     "hy_v4": ("hy_v4", "HYV4MoE", "HYV4Config", {}),
     "mixtral": ("mixtral", "MixtralSparseMoeBlock", "MixtralConfig", {}),
 }
+
+
+#: Exported by the older exporter besides.
+LEGACY = ("gpt_oss", "deepseek_v3")
 
 
 class Alone(torch.nn.Module):
@@ -80,7 +88,7 @@ class Alone(torch.nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
-def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **more: Any) -> None:
+def make(name: str, experts: str = "batched_mm", moe: int = 1, *, legacy: bool = False, **more: Any) -> None:
     folder, block, configuration, changes = MODELS[name]
     package = f"transformers.models.{folder}"
     config_class = getattr(importlib.import_module(f"{package}.configuration_{folder}"), configuration)
@@ -96,8 +104,10 @@ def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **
     export(
         built,
         (x,),
-        f"moe_{name}{tag}",
-        dynamic=({1: S},),
+        f"moe_{'legacy_' if legacy else ''}{name}",
+        dynamic={"x": {1: "S"}} if legacy else ({1: S},),
+        legacy=legacy,
+        opset=18 if legacy else None,
         names=(["x"], ["y"]),
         made=f"torch.onnx.export of {block}, experts {experts}",
         kda=0,
@@ -109,5 +119,6 @@ def make(name: str, experts: str = "batched_mm", tag: str = "", moe: int = 1, **
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or MODELS:
-        make(each, moe=int(each != "ernie"), tags=("moe", "refused") if each == "ernie" else ("moe", "transformers"))
+    for each in sys.argv[1:] or [*MODELS, *(f"legacy_{name}" for name in LEGACY)]:
+        kind = each.removeprefix("legacy_")
+        make(kind, legacy=kind != each, tags=("moe", "transformers"))

@@ -105,6 +105,78 @@ def gathered(kind: str, block: int) -> Callable[..., onnx.ModelProto]:
     return step
 
 
+#: How :func:`scaled_by_hand` writes scales.
+BY_HAND = ("repeated", "blocked", "baked", "gathered", "turned")
+
+
+def scaled_by_hand(style: str, block: int) -> Callable[[onnx.ModelProto], onnx.ModelProto]:
+    """A step that holds experts' weights as float8 with a scale for each block by block, cast and multiplied.
+
+    ``style``: "repeated": scales are repeated along both axes; "blocked": weights are cut into blocks by a reshape;
+    "baked": an optimiser has repeated the scales; "gathered": by an index; "turned": as "repeated", then transposed.
+    """
+
+    def step(model: onnx.ModelProto) -> onnx.ModelProto:
+        graph = model.graph
+        made: list[onnx.NodeProto] = []
+        for tensor in list(graph.initializer):
+            if input_axis(model, tensor.name) is None or "gate.weight" in tensor.name or len(tensor.dims) != 2:
+                continue
+            weights = numpy_helper.to_array(tensor)
+            graph.initializer.remove(tensor)
+            made += _by_hand(graph, tensor.name, weights, style, block)
+        for node in reversed(made):
+            graph.node.insert(0, node)
+        return model
+
+    return step
+
+
+def _by_hand(graph: onnx.GraphProto, name: str, weights: np.ndarray, style: str, block: int) -> list[onnx.NodeProto]:
+    if style == "turned":
+        weights = np.ascontiguousarray(weights.T)
+    rows, cols = weights.shape
+    cut = weights.reshape(rows // block, block, cols // block, block)
+    scale = np.abs(cut).max((1, 3)).astype(np.float32) / 448 + np.float32(1e-6)
+    stored = (cut / scale[:, None, :, None]).reshape(rows, cols).astype(ml_dtypes.float8_e4m3fn)
+    nodes: list[onnx.NodeProto] = []
+
+    def const(part: str, array: np.ndarray) -> str:
+        graph.initializer.append(numpy_helper.from_array(array, f"{name}_{part}"))
+        return f"{name}_{part}"
+
+    def op(kind: str, *inputs: str, to: str = "", **attributes: object) -> str:
+        output = to or f"{name}_{kind}_{len(nodes)}"
+        nodes.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
+        return output
+
+    def ints(*numbers: int) -> str:
+        return const(f"ints_{len(nodes)}_{len(numbers)}", np.array(numbers, np.int64))
+
+    wide = f"{name}_wide"
+    nodes.append(helper.make_node("Cast", [const("stored", stored)], [wide], name=wide, to=TensorProto.FLOAT))
+    if style == "blocked":
+        wide = op("Reshape", wide, ints(rows // block, block, cols // block, block))
+        product = op("Mul", wide, op("Unsqueeze", const("scale", scale), const("axes", np.array([1, 3]))))
+        op("Reshape", product, ints(rows, cols), to=name)
+        return nodes
+    if style == "gathered":
+        spread = op("Gather", const("scale", scale), const("rows", np.arange(rows) // block), axis=0)
+        spread = op("Gather", spread, const("cols", np.arange(cols) // block), axis=1)
+    elif style == "baked":
+        half = np.repeat(np.repeat(scale, block, 0)[..., None], block, 2)
+        spread = op("Reshape", const("scale", half), ints(rows, cols))
+    else:
+        spread = op("Unsqueeze", const("scale", scale), const("axes", np.array([1, 3])))
+        spread = op("Expand", spread, ints(rows // block, block, cols // block, block))
+        spread = op("Reshape", spread, ints(rows, cols))
+    if style == "turned":
+        op("Transpose", op("Mul", spread, wide), to=name, perm=[1, 0])
+    else:
+        op("Mul", wide, spread, to=name)
+    return nodes
+
+
 def _quantize(
     weights: np.ndarray, axis: int, kind: str, block: int, asymmetric: bool, per: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int]:

@@ -26,6 +26,7 @@ class Router(nn.Module):
         fill: float = float("-inf"),
         norm: bool = True,
         eps: float = 1e-20,
+        least: float = 0.0,
         scale: float = 2.5,
         picked: str = "scores",
         linear_bias: bool = False,
@@ -38,6 +39,7 @@ class Router(nn.Module):
         self.e_score_correction_bias = nn.Parameter(torch.zeros(experts)) if bias else None
         self.style, self.score, self.groups, self.best, self.fill = style, score, groups, best, fill
         self.norm, self.eps, self.scale, self.picked = norm, eps, scale, picked
+        self.least = least
 
     def mask(self, index: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """1 for the groups that stay, [N, G]."""
@@ -67,7 +69,8 @@ class Router(nn.Module):
         values, ids = torch.topk(choice, k=K, dim=-1, sorted=False)
         weights = values if self.picked == "values" else scores.gather(1, ids)
         if self.norm:
-            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
+            total = weights.sum(-1, keepdim=True) + self.eps
+            weights = weights / (total.clamp(min=self.least) if self.least else total)
         return ids, weights * self.scale
 
 
@@ -105,7 +108,7 @@ class Mlp(nn.Module):
             self.gate_proj, self.up_proj = nn.Linear(D, inter, bias=bias), nn.Linear(D, inter, bias=bias)
         else:
             self.gate_up = nn.Linear(D, inter if form == "plain" else 2 * inter, bias=False)
-        self.down_proj = nn.Linear(inter, D, bias=False)
+        self.down_proj = nn.Linear(inter, D, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.form == "apart":
@@ -148,6 +151,10 @@ class Block(nn.Module):
         self.experts = nn.ModuleList([Mlp(**self.mlp) for _ in range(E)])
         self.shared_experts = Mlp(**self.mlp) if shared != "none" else None
         self.shared_gate = nn.Linear(D, 1, bias=False) if shared == "gated" else None
+        if style in ("by_choice", "added_rows"):
+            del self.experts
+            self.gates, self.ups = nn.Parameter(torch.zeros(E, H, D)), nn.Parameter(torch.zeros(E, H, D))
+            self.downs = nn.Parameter(torch.zeros(E, D, H))
 
     def stack(self, name: str) -> torch.Tensor:
         return torch.stack([getattr(e, name).weight for e in self.experts])
@@ -234,11 +241,101 @@ class Block(nn.Module):
         hidden = self.act(rows @ gate, rows @ up) * w[..., None, None]
         return (hidden @ self.stack("down_proj").transpose(1, 2).contiguous()[ids]).squeeze(2).sum(1)
 
+    def _by_choice(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """One choice after the other."""
+        out, wide = torch.zeros_like(h), h.unsqueeze(-1)
+        for place in range(K):
+            gate, up, down = (t.index_select(0, ids[:, place]) for t in (self.gates, self.ups, self.downs))
+            hidden = self.act(torch.bmm(gate, wide), torch.bmm(up, wide))
+            out = out + w[:, place : place + 1] * torch.bmm(down, hidden).squeeze(-1)
+        return out
+
+    def _added_rows(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """A row for each choice, added to its token's."""
+        flat, token = ids.flatten(), torch.arange(h.shape[0]).repeat_interleave(K)
+        rows = h[token].unsqueeze(-1)
+        hidden = self.act(torch.bmm(self.gates[flat], rows), torch.bmm(self.ups[flat], rows))
+        made = torch.bmm(self.downs[flat], hidden).squeeze(-1) * w.reshape(-1, 1)
+        return torch.zeros_like(h).index_add(0, token, made)
+
+    def _einsum_onehot(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.einsum("nke,nk->ne", F.one_hot(ids, E).to(w.dtype), w)
+        every = torch.stack([expert(h) for expert in self.experts], dim=1)
+        return torch.einsum("ned,ne->nd", every, full)
+
     def _zero_experts(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """The last two experts give back what they are given (LongCat)."""
         full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
         out = sum(self.experts[e](h) * full[:, e : e + 1] for e in range(E - 2))
         return out + h * full[:, E - 2 : E - 1] + h * full[:, E - 1 : E]
+
+    def _zero_loop(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The same as a loop with the tokens that its experts give back added at the end."""
+        out = torch.zeros_like(h)
+        for e in range(E - 2):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](h[token]) * w[token, slot, None])
+        return out + h * (w * (ids >= E - 2)).sum(-1, keepdim=True)
+
+    def _zero_turns(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """LongCat's own loop, unrolled: experts without weights have turns too."""
+        out, mask = torch.zeros_like(h), F.one_hot(ids, E).permute(2, 1, 0)
+        for e in range(E):
+            slot, token = torch.where(mask[e])
+            made = self.experts[e](h[token]) if e < E - 2 else h[token]
+            out.index_add_(0, token, made * w[token, slot, None])
+        return out
+
+    def _zero_pairs(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Rows for the choices that only experts with weights overwrite."""
+        flat, out = ids.reshape(-1), h.repeat_interleave(K, dim=0)
+        rows = out
+        for e in range(E - 2):
+            out = torch.where((flat == e).unsqueeze(-1), self.experts[e](rows), out)
+        return (out.view(*ids.shape, D) * w.unsqueeze(-1)).sum(1)
+
+    def _zero_stacked(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        gate, up = (torch.einsum("nd,eid->eni", h, self.stack(n)[: E - 2]) for n in ("gate_proj", "up_proj"))
+        y = torch.einsum("eni,edi,ne->nd", self.act(gate, up), self.stack("down_proj")[: E - 2], full[:, : E - 2])
+        return y + h * full[:, E - 2 :].sum(-1, keepdim=True)
+
+    def _zero_gather(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Gathered weights: ids bounded, weights of the others 0."""
+        real = ids < E - 2
+        safe, own = torch.where(real, ids, 0), w * real
+        return self._gather(h, safe, own) + h * torch.where(real, 0.0, w).sum(-1, keepdim=True)
+
+    def _zero_choices(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Gathered weights: the token in the place of what an expert without weights would give."""
+        safe = ids.clamp(max=E - 3)
+        gate = torch.einsum("nd,nkid->nki", h, self.stack("gate_proj")[safe])
+        up = torch.einsum("nd,nkid->nki", h, self.stack("up_proj")[safe])
+        out = torch.einsum("nki,nkdi->nkd", self.act(gate, up), self.stack("down_proj")[: E - 2][safe])
+        out = torch.where((ids >= E - 2).unsqueeze(-1), h.unsqueeze(1), out)
+        return (out * w[..., None]).sum(1)
+
+    # --- experts' biases -----------------------------------------------------------------------------------------
+
+    def biases(self, name: str) -> torch.Tensor:
+        return torch.stack([getattr(e, name).bias for e in self.experts])
+
+    def _gather_biased(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        gate, up = (
+            torch.einsum("nd,nkid->nki", h, self.stack(n)[ids]) + self.biases(n)[ids] for n in ("gate_proj", "up_proj")
+        )
+        out = torch.einsum("nki,nkdi->nkd", self.act(gate, up), self.stack("down_proj")[ids])
+        return ((out + self.biases("down_proj")[ids]) * w[..., None]).sum(1)
+
+    def _stacked_biased(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        rows = h.unsqueeze(0).expand(E, -1, -1)
+        gate, up = (
+            torch.bmm(rows, self.stack(n).transpose(1, 2)) + self.biases(n).unsqueeze(1)
+            for n in ("gate_proj", "up_proj")
+        )
+        out = torch.bmm(self.act(gate, up), self.stack("down_proj").transpose(1, 2))
+        return ((out + self.biases("down_proj").unsqueeze(1)) * full.t().unsqueeze(-1)).sum(0)
 
     # --- loops over experts --------------------------------------------------------------------------------------
 
@@ -308,6 +405,23 @@ class Hashed(Block):
         ids = self.table[tokens.reshape(-1)]
         weights = scores.gather(1, ids)
         return self.result(x, h, ids, weights / weights.sum(-1, keepdim=True))
+
+
+class SpreadLogits(Block):
+    """The chosen logits among minus infinities, then a softmax over all experts."""
+
+    def __init__(self) -> None:
+        super().__init__("dense", router={"groups": (1, 1), "bias": False})
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = x.reshape(-1, D)
+        logits = F.linear(h, self.gate.weight)
+        values, ids = torch.topk(logits, K, dim=-1)
+        full = torch.full_like(logits, float("-inf")).scatter(-1, ids, values).softmax(-1)
+        out = torch.zeros_like(h)
+        for e in range(E):
+            out = out + self.experts[e](h) * full[:, e : e + 1]
+        return out.view(x.shape)
 
 
 class HalfRouter(nn.Module):

@@ -41,7 +41,7 @@ FORMS = {
     "linear-attention": "`LinearAttention`",
 }
 #: transformers' class of a block of experts, without what all of them are called.
-_CLASS = re.compile(r"torch\.onnx\.export of (\w+?)(?:Sparse)?M[oO][eE](?:Block)?,")
+_CLASS = re.compile(r"torch\.onnx\.export of (\w+?)(?:Sparse)?(?:M[oO][eE]|MLP)(?:Block)?,")
 #: transformers' name of a model of which there is one layer of attention, and the cache of one that is written by hand.
 _ATTENTION = re.compile(r"(\w+), one layer,|(\w+)MLA,")
 _CACHE = re.compile(r"cache (\w+)")
@@ -77,7 +77,7 @@ def style(export: Export) -> str:
         return "transformers' exporter with ORT's fusions"
     if "OnnxExporter" in export.made:
         return "transformers' exporter"
-    if export.name.startswith(("legacy_", "moe_legacy_")):
+    if export.name.startswith(("legacy_", "mla_legacy_", "moe_legacy_")):
         return "torch.onnx, older exporter"
     if "quantized" in export.tags:
         return "quantized weights (`DequantizeLinear`)"

@@ -159,6 +159,19 @@ class Logits(torch.nn.Module):
         return first_output(self.model(input_ids=input_ids, use_cache=False))
 
 
+class Padded(torch.nn.Module):
+    """ids, padding mask and every layer's state, if there are any -> logits and new states."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor, *past: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cache = cache_from(self.model.config, past) if past else None
+        out = self.model(input_ids=input_ids, attention_mask=mask, cache=cache, use_cache=bool(past))
+        return (first_output(out), *(flat_cache(out.cache) if past else ()))
+
+
 class PrefillWithStates(torch.nn.Module):
     """ids -> logits and every layer's state after the prompt."""
 
@@ -227,11 +240,23 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _legacy_export(
-    module: torch.nn.Module, args: tuple[Any, ...], names: tuple[Sequence[str], Sequence[str]], opset: int | None
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    names: tuple[Sequence[str], Sequence[str]],
+    opset: int | None,
+    axes: dict[str, dict[int, str]] | None,
 ) -> onnx.ModelProto:
     file = io.BytesIO()
+    given, made = map(list, names)
     torch.onnx.export(
-        module, args, file, dynamo=False, opset_version=opset, input_names=list(names[0]), output_names=list(names[1])
+        module,
+        args,
+        file,
+        dynamo=False,
+        opset_version=opset,
+        input_names=given,
+        output_names=made,
+        dynamic_axes=axes,
     )
     return onnx.load_from_string(file.getvalue())
 
@@ -255,13 +280,13 @@ def export(
 
     ``truth`` gives the arguments of each case whose outputs PyTorch computes now, with ``truth_module`` (a float32 twin
     of a half-precision module) where one is given. ``legacy`` takes torch's TorchScript-based exporter: other names, no
-    shapes, no metadata.
+    shapes, no metadata; ``dynamic`` has the names of its axes.
     """
     started = time.time()
     try:
         with torch.no_grad():
             program = (
-                _legacy_export(module, args, names, opset)
+                _legacy_export(module, args, names, opset, dynamic)
                 if legacy
                 else torch.onnx.export(
                     module,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import deltafuse
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from deltafuse.compare import compare
+from deltafuse.errors import OptionError
 from deltafuse.fusions.mla.latent_cache import config_of, sequence_error
 from deltafuse.fusions.pipeline import fuse_model
 from exports import library
@@ -50,6 +55,39 @@ def test_a_sequence_gives_the_same_with_a_cache_of_latents(name: str) -> None:
             assert value.name in note
     sizes = [library.shape_of(i)[-1] for i in after.graph.input if "rest" in i.name]
     assert 16 in sizes and 4 in sizes
+
+
+def test_verify_runs_both_from_empty_caches(tmp_path: Path) -> None:
+    """It compares what both give, step for step, and sees a cache that is written wrongly."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    onnx.save(library.export("mla_expanded").proto(), before)
+    deltafuse.fuse(before, after, latent_cache=True)
+    found = compare(before, after, tokens=(5,))
+    assert found.same
+    assert found.own_states == (["rest_0", "rest_1"], ["rest_0.latent", "rest_1.k_rope"])
+    assert [check.output for case in found.cases for check in case.outputs] == ["linear_3"]
+    assert found.cases[0].tokens == [1] * 9
+    with pytest.raises(OptionError, match="'rest_0' is a state of one of the models alone"):
+        compare(before, after, given={"rest_0": np.zeros((1, 3, 2, 12), np.float32)})
+
+    wrong = onnx.load(after)
+    call = next(node for node in wrong.graph.node if node.op_type == "LatentAttention")
+    place = next(i for i, name in enumerate(call.output) if name.endswith(".latent"))
+    wrong.graph.node.append(onnx.helper.make_node("Mul", ["wrong", "two"], [call.output[place]]))
+    wrong.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(2), "two"))
+    call.output[place] = "wrong"
+    onnx.save(wrong, after)
+    assert not compare(before, after, tokens=(5,)).same
+
+
+def test_a_state_of_one_model_alone_is_another_model(tmp_path: Path) -> None:
+    before, other = tmp_path / "before.onnx", tmp_path / "other.onnx"
+    model = library.export("mla_expanded").proto()
+    onnx.save(model, before)
+    model.graph.input.append(onnx.helper.make_tensor_value_info("past.9", onnx.TensorProto.FLOAT, [1, 3, "past", 12]))
+    onnx.save(model, other)
+    with pytest.raises(OptionError, match=r"only the second has past\.9"):
+        compare(before, other)
 
 
 def test_it_is_asked_for() -> None:

@@ -70,7 +70,7 @@ def test_names_and_metadata_are_not_needed(name: str) -> None:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("name", ["moe_gather", "moe_where_rows"])
+@pytest.mark.parametrize("name", ["moe_gather", "moe_where_rows", "moe_where", "moe_gpt_oss"])
 def test_blocks_are_found_after_other_tools(name: str, tool: str) -> None:
     processed = TOOLS[tool](library.export(name).proto())
     report, after = fused(processed)
@@ -90,16 +90,22 @@ def test_what_the_op_cannot_say_is_refused_with_a_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("moe_biased_experts", "biases"),
         ("moe_half_scores", "float32"),
         ("moe_hashed", "table"),
-        ("moe_zero_experts", "a router with sigmoid scores chooses 3 of 8 experts in 2 of 4 groups"),
-        ("moe_ernie", "a router with softmax scores chooses 3 of 8 experts"),
     ],
 )
 def test_refusals_say_what_is_in_the_way(name: str, words: str) -> None:
     report, _ = fused(library.export(name).proto())
     assert words in kit.why(report)
+
+
+def test_an_opset_that_the_body_is_not_written_for_is_said() -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(library.export("moe_legacy_stacked").proto())
+    model.opset_import[0].version = 17
+    report, _ = fused(model)
+    assert report.count("moe") == 0
+    assert "opset 17: the fused node's function body needs 18 to 27: convert the model first" in kit.why(report)
 
 
 def test_attributes_are_read() -> None:
@@ -125,6 +131,20 @@ def test_attributes_are_read() -> None:
     assert found["moe_softmax_no_groups"]["n_group"] == 1
     assert not found["moe_half_logits"]["has_router_weight"]
     assert found["moe_nemotron_latent"]["hidden_size"] == 16
+    for name in MOE:
+        if name.startswith("moe_zero_") and name != "moe_zero_mask":
+            assert found[name]["zero_experts"] == 2, name
+        if name.startswith("moe_biased_"):
+            assert found[name]["has_gate_up_bias"] and found[name]["has_down_bias"], name
+    assert found["moe_biased_experts"]["has_shared_gate_up_bias"]
+    assert found["moe_norm_least"]["norm_min"] == pytest.approx(1.7)
+    assert found["moe_norm_least"]["norm_eps"] == pytest.approx(0.1)
+    assert found["moe_ernie"]["norm_min"] == pytest.approx(1e-12)
+    gpt = {"activation_alpha": 1.702, "up_offset": 1.0, "clamp": "before", "has_down_bias": True, "norm_topk_prob": 1}
+    assert found["moe_gpt_oss"] | gpt == found["moe_gpt_oss"]
+    assert found["moe_gpt_oss"]["choose_by_logits"] == 0
+    assert (found["moe_kolibri1"]["choose_by_logits"], found["moe_kolibri1"]["has_expert_bias"]) == (1, True)
+    assert (found["moe_cohere2"]["choose_by_logits"], found["moe_cohere2"]["score_function"]) == (1, "sigmoid")
 
 
 def test_limits_of_layers_may_differ() -> None:
@@ -194,6 +214,8 @@ def test_the_shared_expert_may_stay_outside() -> None:
     [
         *("moe_gather", "moe_gather_interleaved", "moe_gather_turned", "moe_stacked_matmul", "moe_dense_onehot"),
         *("moe_where_put", "moe_scatter_pairs", "moe_legacy_where", "moe_int8_where", "moe_uint4_stacked"),
+        *("moe_biased_gather", "moe_biased_stacked", "moe_biased_where", "moe_gpt_oss"),
+        *("moe_zero_turns", "moe_zero_gather", "moe_zero_stacked", "moe_zero_choices"),
         *("moe_int8_gathered", "bailing_hf_prefill_dyn", "bailing_hf_decode_ortcpu"),
     ],
 )

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 try:
     from deltafuse.custom_ops.moe.draw import draw_inputs
     from deltafuse.custom_ops.moe.reference import reference, relative_error, tolerance
-    from deltafuse.custom_ops.moe.spec import FORMATS, MATRICES, MoeConfig
+    from deltafuse.custom_ops.moe.spec import BIASES, FORMATS, MATRICES, MoeConfig
 except ImportError:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from custom_ops.moe.draw import draw_inputs
     from custom_ops.moe.reference import reference, relative_error, tolerance
-    from custom_ops.moe.spec import FORMATS, MATRICES, MoeConfig
+    from custom_ops.moe.spec import BIASES, FORMATS, MATRICES, MoeConfig
 
 __all__ = [
     "Call",
@@ -61,18 +61,17 @@ class Params(ctypes.Structure):
     _fields_ = (
         ("num_tokens", _I64),
         *((name, _I32) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")),
-        *(
-            (name, _I32)
-            for name in ("shared_intermediate_size", "dtype", "score", "n_group", "topk_group", "group_top")
-        ),
+        *((name, _I32) for name in ("shared_intermediate_size", "zero_experts", "dtype", "score", "choose_by_logits")),
+        *((name, _I32) for name in ("n_group", "topk_group", "group_top")),
         *((name, _I32) for name in ("masked_score_zero", "masked_weights", "norm_topk_prob")),
-        *((name, _F32) for name in ("norm_eps", "routed_scaling_factor")),
-        *((name, _I32) for name in ("activation", "gated", "clamp")),
+        *((name, _F32) for name in ("norm_eps", "norm_min", "routed_scaling_factor")),
+        *(("activation", _I32), ("activation_alpha", _F32), ("gated", _I32), ("up_offset", _F32), ("clamp", _I32)),
         *((name, _F32) for name in ("gate_limit", "up_limit")),
         *((name, _I32) for name in ("router_weight_float32", "router_logits_float32", "shared_gate_float32")),
+        ("has_bias", _I32),
         *((name, _PTR) for name in ("x", "router_weight", "router_logits", "router_bias", "expert_bias")),
         *((name, Matrix) for name in MATRICES),
-        *((name, _PTR) for name in ("shared_gate_weight", "y", "expert_ids", "expert_weights")),
+        *((name, _PTR) for name in ("shared_gate_weight", *BIASES, "y", "expert_ids", "expert_weights")),
     )
 
 
@@ -119,8 +118,10 @@ class Call:
             *("num_experts", "top_k", "hidden_size", "intermediate_size", "shared_intermediate_size"),
             *("n_group", "topk_group", "group_top", "masked_weights", "norm_topk_prob", "norm_eps"),
             *("routed_scaling_factor", "gated", "gate_limit", "up_limit"),
+            *("zero_experts", "choose_by_logits", "norm_min", "activation_alpha", "up_offset"),
         ):
             setattr(p, name, getattr(config, name))
+        p.has_bias = any(name in t for name in BIASES)
         x = t["x"]
         self.device = str(x.device)
         p.dtype = DTYPE_CODES[x.dtype]
@@ -135,7 +136,8 @@ class Call:
             ("shared_gate_float32", "shared_gate_weight"),
         ):
             setattr(p, field, name in t and t[name].dtype == torch.float32)
-        for name in ("x", "router_weight", "router_logits", "router_bias", "expert_bias", "shared_gate_weight"):
+        pointers = ("x", "router_weight", "router_logits", "router_bias", "expert_bias", "shared_gate_weight", *BIASES)
+        for name in pointers:
             if name in t:
                 setattr(p, name, t[name].data_ptr())
         for name in MATRICES:

@@ -103,6 +103,20 @@ def test_long_caches_are_split(kernel: CpuKernel) -> None:
     assert_close(paged, inputs, kernel.run(paged, inputs), tolerance("cpu", "float32"), "paged")
 
 
+def test_parts_of_very_long_caches_are_larger(kernel: CpuKernel) -> None:
+    """A row is cut by its own length, into no more parts than there is room for; several tiles into fewer each."""
+    config = replace(STATIC, has_mask=False, num_heads=4)
+    for tokens in (1, 40):
+        inputs = draw_inputs(config, 3, tokens, 9100, np.random.default_rng(16), "full-cache")
+        inputs["cache_lengths"][:] = [9100 - tokens, 8193, 300]
+        got = kernel.run(config, inputs, threads=3)
+        assert_close(config, inputs, got, tolerance("cpu", "float32"), tokens)
+        alone = {name: x[2:] if x.shape[0] == 3 else x for name, x in inputs.items()}
+        for name in ("past_latent", "past_k_rope"):  # the same row in a smaller cache
+            alone[name] = alone[name][:, : 300 + tokens]
+        np.testing.assert_array_equal(kernel.run(config, alone, threads=1)["o"][0], got["o"][2])
+
+
 @pytest.mark.parametrize("cache", ["latent", "expanded"])
 def test_a_long_prompt_in_chunks(kernel: CpuKernel, cache: str) -> None:
     config = replace(CONFIGS["heads-128"], cache=cache, static_cache=True, num_heads=3)
@@ -155,6 +169,28 @@ def test_float8_codes_are_the_nearest(kernel: CpuKernel) -> None:
     want = reference(config, inputs)
     np.testing.assert_array_equal(got["present_latent"].view(np.uint8), want["present_latent"].view(np.uint8))
     np.testing.assert_array_equal(got["present_latent_scale"], 1)
+
+
+@pytest.mark.parametrize("limit", [BASELINE, AVX2, BEST])
+def test_every_code_of_a_cache(kernel: CpuKernel, limit: int) -> None:
+    """One key, and its latent as value: the code's own number, exactly."""
+    kernel.instruction_set(limit)
+    try:
+        for cache_type, rank in (("float8", 256), ("int8", 250)):
+            config = MlaConfig(1, 1, 0, rank, rank, 1.0, cache="latent", has_past=True, has_present=True, has_mask=True)
+            config = replace(config, cache_type=cache_type)
+            inputs = draw_inputs(config, 1, 1, 1, np.random.default_rng(17))
+            codes = np.arange(256, dtype=np.uint8)[:rank]
+            if cache_type == "float8":
+                codes[[127, 255]] = 0  # those two are no numbers
+            inputs["past_latent"] = codes.view(inputs["past_latent"].dtype).reshape(1, 1, rank)
+            inputs["past_latent_scale"] = np.full_like(inputs["past_latent_scale"], 0.5)
+            inputs["kv_b_weight"] = np.eye(rank, rank + 1, 1, np.float32)
+            inputs["attn_mask"] = np.array([0, -np.inf], np.float32).reshape(1, 1, 1, 2)
+            want = inputs["past_latent"].astype(np.float32).reshape(1, 1, rank) / 2
+            np.testing.assert_array_equal(kernel.run(config, inputs)["o"], want)
+    finally:
+        kernel.instruction_set(BEST)
 
 
 def test_nan_in_one_row_stays_there(kernel: CpuKernel) -> None:

@@ -61,6 +61,26 @@ CONFIGS: dict[str, MoeConfig] = {
         FULL, weight_format="bfloat16", shared_format="float", block_size=0, shared_block_size=0, group_top=3,
         has_shared_gate=False, norm_topk_prob=0,
     ),
+    "zero-experts": MoeConfig(  # LongCat-Flash's
+        12, 4, 16, 8, zero_experts=4, score_function="softmax", has_expert_bias=True, norm_topk_prob=0,
+        routed_scaling_factor=6.0, has_ids=True,
+    ),
+    "zero-experts-shared": replace(FULL, zero_experts=5, norm_min=0.4),
+    "clamped-norm": MoeConfig(  # Ernie 4.5's
+        12, 3, 16, 8, 6, score_function="softmax", has_expert_bias=True, norm_min=0.5, has_ids=True
+    ),
+    "by-logits": replace(FULL, choose_by_logits=1),
+    "biases": MoeConfig(  # gpt-oss's
+        8, 3, 16, 10, score_function="softmax", has_router_bias=True, activation_alpha=1.702, up_offset=1.0,
+        clamp="before", gate_limit=1.5, up_limit=1.0, has_gate_up_bias=True, has_down_bias=True, has_ids=True,
+    ),
+    "biases-int4": replace(
+        FULL, has_gate_up_bias=True, has_down_bias=True, has_shared_gate_up_bias=True, has_shared_down_bias=True,
+        activation_alpha=0.5, up_offset=-0.5, zero_experts=3, clamp="after",
+    ),
+    "biases-not-gated": replace(
+        FULL, gated=0, clamp="none", activation_alpha=2.0, has_gate_up_bias=True, has_shared_down_bias=True
+    ),
     "int4-128": MoeConfig(
         32, 8, 256, 128, 128, n_group=8, topk_group=4, norm_eps=1e-20, routed_scaling_factor=2.5, block_size=128,
         weight_format="int4", shared_format="int4", shared_block_size=128, has_expert_bias=True, has_ids=True,

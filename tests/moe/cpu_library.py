@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from deltafuse.custom_ops.moe.draw import DTYPES
-from deltafuse.custom_ops.moe.spec import FORMATS, MATRICES, MoeConfig
+from deltafuse.custom_ops.moe.spec import BIASES, FORMATS, MATRICES, MoeConfig
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
@@ -35,24 +35,39 @@ class Params(ctypes.Structure):
         *(
             (name, ctypes.c_int32)
             for name in (
-                *("num_experts", "top_k", "hidden_size", "intermediate_size", "shared_intermediate_size", "dtype"),
-                *("score", "n_group", "topk_group", "group_top", "masked_score_zero", "masked_weights"),
+                *("num_experts", "top_k", "hidden_size", "intermediate_size", "shared_intermediate_size"),
+                *("zero_experts", "dtype"),
+                *(
+                    "score",
+                    "choose_by_logits",
+                    "n_group",
+                    "topk_group",
+                    "group_top",
+                    "masked_score_zero",
+                    "masked_weights",
+                ),
                 "norm_topk_prob",
             )
         ),
         ("norm_eps", ctypes.c_float),
+        ("norm_min", ctypes.c_float),
         ("routed_scaling_factor", ctypes.c_float),
         ("activation", ctypes.c_int32),
+        ("activation_alpha", ctypes.c_float),
         ("gated", ctypes.c_int32),
+        ("up_offset", ctypes.c_float),
         ("clamp", ctypes.c_int32),
         ("gate_limit", ctypes.c_float),
         ("up_limit", ctypes.c_float),
         ("router_weight_float32", ctypes.c_int32),
         ("router_logits_float32", ctypes.c_int32),
         ("shared_gate_float32", ctypes.c_int32),
+        ("has_bias", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("x", "router_weight", "router_logits", "router_bias", "expert_bias")),
         *((name, Matrix) for name in MATRICES),
-        *((name, ctypes.c_void_p) for name in ("shared_gate_weight", "y", "expert_ids", "expert_weights")),
+        ("shared_gate_weight", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in BIASES),
+        *((name, ctypes.c_void_p) for name in ("y", "expert_ids", "expert_weights")),
     )
 
 
@@ -63,6 +78,7 @@ def set_params(config: MoeConfig, arrays: Arrays, dtype: str) -> Params:
         *("num_experts", "top_k", "hidden_size", "intermediate_size", "shared_intermediate_size"),
         *("n_group", "topk_group", "group_top", "masked_weights", "norm_topk_prob", "norm_eps"),
         *("routed_scaling_factor", "gated", "gate_limit", "up_limit"),
+        *("zero_experts", "choose_by_logits", "norm_min", "activation_alpha", "up_offset"),
     ):
         setattr(p, name, getattr(config, name))
     p.dtype = CODES[dtype]
@@ -81,6 +97,7 @@ def set_params(config: MoeConfig, arrays: Arrays, dtype: str) -> Params:
         ("shared_gate_float32", "shared_gate_weight"),
     ):
         setattr(p, field, name in arrays and arrays[name].dtype == np.float32)
+    p.has_bias = any(name in arrays for name in BIASES)
     for name in MATRICES:
         matrix = getattr(p, name)
         kind, (matrix.block_size, matrix.block_rows), matrix.has_zero_point = config.weights_form(name)

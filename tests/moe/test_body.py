@@ -7,10 +7,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 from deltafuse.custom_ops.moe.body import OPSETS, build_function
-from deltafuse.custom_ops.moe.call import make_node
+from deltafuse.custom_ops.moe.call import make_node, read_call
 from deltafuse.custom_ops.moe.draw import CASES, DTYPES, draw_inputs
 from deltafuse.custom_ops.moe.reference import reference, relative_error, tolerance
-from deltafuse.custom_ops.moe.spec import MoeConfig
+from deltafuse.custom_ops.moe.spec import LATER, MoeConfig
 
 from .configs import CONFIGS, FULL
 from .onnx_call import Arrays, call_model, run, session
@@ -81,6 +81,21 @@ def test_one_expert_at_a_time_is_in_memory() -> None:
     readers = [use.node for value in stacks for use in value.uses()]
     assert {node.op_type for node in readers} == {"Gather"}
     assert all(node.graph is not function.graph for node in readers)
+
+
+def test_a_node_of_the_first_version_is_read_as_it_was() -> None:
+    """Attributes and operands that came later are in a node only if they say something."""
+    inputs = {name: ir.Value(name=name) for name in FULL.input_names()}
+    node = make_node(FULL, inputs)
+    assert not set(LATER) & set(node.attributes) and len(node.inputs) <= 18
+    assert read_call(node) == (FULL, ir.DataType.FLOAT)
+    for name in ("zero-experts-shared", "clamped-norm", "biases", "biases-int4", "biases-not-gated"):
+        config = CONFIGS[name]
+        node = make_node(config, {name: ir.Value(name=name) for name in config.input_names()})
+        assert read_call(node) == (config, ir.DataType.FLOAT)
+    del node.attributes["top_k"]
+    with pytest.raises(ValueError, match="no attribute top_k"):
+        read_call(node)
 
 
 def test_names_in_a_node_must_be_those_of_the_configuration() -> None:

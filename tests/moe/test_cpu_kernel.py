@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from deltafuse.custom_ops.moe.draw import CASES, DTYPES, draw_inputs
 from deltafuse.custom_ops.moe.reference import reference, relative_error, tolerance
-from deltafuse.custom_ops.moe.spec import FORMATS, MATRICES, MoeConfig
+from deltafuse.custom_ops.moe.spec import BIASES, FORMATS, MATRICES, MoeConfig
 from deltafuse.errors import DeltaFuseError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -143,6 +143,7 @@ def test_any_geometry(kernel: CpuKernel, data: st.DataObject) -> None:
     kind, shared_kind = draw(st.sampled_from(FORMATS)), draw(st.sampled_from(FORMATS))
     even = 2 if "4" in kind + shared_kind else 1
     gated = draw(st.integers(0, 1))
+    activation = draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"]))
 
     def block(of: str) -> int:
         return 0 if of in ("float", "bfloat16") else even * draw(st.integers(0, 20))
@@ -161,7 +162,7 @@ def test_any_geometry(kernel: CpuKernel, data: st.DataObject) -> None:
         masked_weights=draw(st.integers(0, 1)),
         norm_topk_prob=draw(st.integers(0, 1)),
         norm_eps=draw(st.sampled_from([0.0, 1e-20, 1e-3])),
-        activation=draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"])),
+        activation=activation,
         gated=gated,
         clamp=draw(st.sampled_from(["none", "before", "after"])) if gated else "none",
         gate_limit=draw(st.sampled_from([0.5, float("inf")])),
@@ -177,6 +178,12 @@ def test_any_geometry(kernel: CpuKernel, data: st.DataObject) -> None:
         has_expert_bias=draw(st.booleans()),
         has_router_bias=draw(st.booleans()),
         has_shared_gate=draw(st.booleans()),
+        zero_experts=draw(st.integers(0, groups * size - 1)),
+        norm_min=draw(st.sampled_from([0.0, 0.3])),
+        choose_by_logits=draw(st.integers(0, 1)),
+        activation_alpha=draw(st.sampled_from([1.0, 1.702])) if activation == "silu" else 1.0,
+        up_offset=draw(st.sampled_from([0.0, 1.0])) if gated else 0.0,
+        **{f"has_{name}": draw(st.booleans()) for name in BIASES},
         has_ids=True,
     )
     assert config.check() is None
@@ -195,6 +202,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": 3}, "element type 3"),
     "tokens": ({"num_tokens": -1}, "negative number of tokens"),
     "clamp": ({"gate_limit": -1.0}, "gate_limit -1"),
+    "zero-experts": ({"zero_experts": 16}, "zero_experts 16 of num_experts 16"),
+    "least-sum": ({"norm_min": -1.0}, "norm_min -1"),
+    "slope": ({"activation": 1, "activation_alpha": 2.0}, "activation_alpha 2"),
+    "offset": ({"up_offset": float("inf")}, "not finite"),
     "scale": ({"routed_scaling_factor": float("nan")}, "not finite"),
 }
 
@@ -251,6 +262,11 @@ def test_configurations_are_refused_like_the_spec_refuses_them(kernel: CpuKernel
         {"block_size": 5},
         {"intermediate_size": 9},
         {"gate_limit": -1.0},
+        {"zero_experts": 15},
+        {"zero_experts": 16},
+        {"zero_experts": -1},
+        {"activation": "relu2", "activation_alpha": 1.5},
+        {"gated": 0, "clamp": "none", "up_offset": 0.5},
         {},
         {"n_group": 1, "topk_group": 1, "group_top": 16},
     ):

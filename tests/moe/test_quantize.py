@@ -16,7 +16,7 @@ from deltafuse.custom_ops.common.scheme import Scheme, parse_scheme
 from deltafuse.custom_ops.moe.draw import draw_inputs
 from deltafuse.custom_ops.moe.packing import unpack
 from deltafuse.custom_ops.moe.quantize import ExpertStatistics, effective_blocks, quantize_stack
-from deltafuse.custom_ops.moe.reference import dequantize, reference, relative_error
+from deltafuse.custom_ops.moe.reference import dequantize, hidden, reference, relative_error
 from deltafuse.custom_ops.moe.spec import MoeConfig
 from numpy.typing import NDArray
 
@@ -191,6 +191,26 @@ def quantized_call(inputs: dict[str, Array], text: str, statistics: bool = False
         assert np.isclose(stack.error, relative_error(value, before), rtol=1e-3)
     assert set(result) == set(config.input_names())
     return config, result
+
+
+def test_what_down_projections_see() -> None:
+    """Their own experts' hidden channels, biases and all; every expert's where the router is not known."""
+    config = replace(CONFIG, has_gate_up_bias=True, activation_alpha=1.702, up_offset=1.0)
+    inputs = draw_inputs(config, 40, np.random.default_rng(6))
+    x, bias = inputs["x"].astype(np.float64), inputs["gate_up_bias"]
+    ids = reference(replace(config, has_ids=True), inputs)["expert_ids"]
+    for router in (inputs, None):
+        seen = ExpertStatistics(config, inputs["x"], router, lambda i: inputs["gate_up_weight"][i], bias)
+        for index in range(config.num_experts):
+            rows = x if router is None else x[np.any(ids == index, axis=1)]
+            found = seen.down(index)
+            if not len(rows):
+                assert found is None
+                continue
+            mixed = rows @ inputs["gate_up_weight"][index].astype(np.float64).T + bias[index]
+            assert found is not None and found.gram is not None
+            wide = hidden(config, mixed)
+            assert relative_error(found.gram, wide.T @ wide) < 1e-5
 
 
 @pytest.mark.parametrize("text", MOE_TEXTS)

@@ -11,7 +11,7 @@ import pytest
 from deltafuse.custom_ops.moe.draw import CASES, draw_inputs
 from deltafuse.custom_ops.moe.packing import RANGES, STORED, decode_table, pack, unpack
 from deltafuse.custom_ops.moe.reference import dequantize, reference, relative_error, route
-from deltafuse.custom_ops.moe.spec import FORMATS, MoeConfig
+from deltafuse.custom_ops.moe.spec import FORMATS, MoeConfig, cuda_refusal
 from numpy.typing import NDArray
 
 from .configs import CONFIGS, FULL
@@ -49,9 +49,9 @@ def plain(inputs: Arrays, config: MoeConfig, name: str) -> list[list[list[float]
     return result
 
 
-def act(kind: str, v: float) -> float:
+def act(kind: str, v: float, alpha: float = 1.0) -> float:
     if kind == "silu":
-        return v / (1 + math.exp(-v)) if v > -700 else 0.0
+        return v / (1 + math.exp(-alpha * v)) if alpha * v > -700 else 0.0
     if kind == "relu2":
         return max(v, 0.0) ** 2
     if kind == "gelu":
@@ -59,22 +59,40 @@ def act(kind: str, v: float) -> float:
     return 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
 
 
-def one_expert(config: MoeConfig, x: list[float], gate_up: list[list[float]], down: list[list[float]]) -> list[float]:
-    mixed = [math.fsum(w * v for w, v in zip(row, x, strict=True)) for row in gate_up]
+Matrix = list[list[float]]
+
+
+def product(matrix: Matrix, x: list[float], bias: list[float]) -> list[float]:
+    return [math.fsum([b, *(w * v for w, v in zip(row, x, strict=True))]) for row, b in zip(matrix, bias, strict=True)]
+
+
+def one_expert(
+    config: MoeConfig, x: list[float], gate_up: Matrix, down: Matrix, biases: tuple[list[float], list[float]]
+) -> list[float]:
+    mixed = product(gate_up, x, biases[0])
     if config.gated:
         half, inner = len(mixed) // 2, []
         for gate, up in zip(mixed[:half], mixed[half:], strict=True):
             if config.clamp == "before":
                 gate = min(gate, config.gate_limit)
-            gate = act(config.activation, gate)
+            gate = act(config.activation, gate, config.activation_alpha)
             if config.clamp == "after":
                 gate = min(gate, config.gate_limit)
             if config.clamp != "none":
                 up = max(-config.up_limit, min(config.up_limit, up))
-            inner.append(gate * up)
+            inner.append(gate * (up + config.up_offset))
     else:
-        inner = [act(config.activation, v) for v in mixed]
-    return [math.fsum(w * v for w, v in zip(row, inner, strict=True)) for row in down]
+        inner = [act(config.activation, v, config.activation_alpha) for v in mixed]
+    return product(down, inner, biases[1])
+
+
+def biases_of(inputs: Arrays, prefix: str, index: Any, rows: tuple[int, int]) -> tuple[list[float], list[float]]:
+    """Zeros where there are none."""
+    found = []
+    for name, count in zip(("gate_up", "down"), rows, strict=True):
+        bias = inputs.get(f"{prefix}{name}_bias")
+        found.append([0.0] * count if bias is None else bias[index].astype(float).tolist())
+    return found[0], found[1]
 
 
 def one_token(config: MoeConfig, x: list[float], inputs: Arrays, row: int) -> tuple[list[int], list[float]]:
@@ -94,7 +112,7 @@ def one_token(config: MoeConfig, x: list[float], inputs: Arrays, row: int) -> tu
         top = max(logits)
         total = math.fsum(math.exp(v - top) for v in logits)
         scores = [f32(math.exp(v - top) / total) for v in logits]
-    choice = list(scores)
+    choice = [f32(v) for v in logits] if config.choose_by_logits else list(scores)
     if config.has_expert_bias:
         choice = [v + b for v, b in zip(choice, inputs["expert_bias"], strict=True)]
     choice = [f32(-np.inf) if np.isnan(v) else v for v in choice]
@@ -124,7 +142,7 @@ def one_token(config: MoeConfig, x: list[float], inputs: Arrays, row: int) -> tu
     ids = best_of([v if i // size in kept else f32(masked) for i, v in enumerate(choice)], config.top_k)
     weights = [float(scores[i]) if i // size in kept or not config.masked_weights else 0.0 for i in ids]
     if config.norm_topk_prob:
-        total = math.fsum(weights) + config.norm_eps
+        total = max(math.fsum(weights) + config.norm_eps, config.norm_min)
         weights = [w / total if total else math.nan for w in weights]
     return ids, [w * config.routed_scaling_factor for w in weights]
 
@@ -142,11 +160,17 @@ def test_it_agrees_with_a_plain_loop(name: str, case: str) -> None:
         assert ids == result["expert_ids"][row].tolist()
         assert np.allclose(weights, result["expert_weights"][row], rtol=1e-12, equal_nan=True)
         y = np.zeros(config.hidden_size)
+        rows = len(gate_up[0]), len(down[0])
         for index, weight in zip(ids, weights, strict=True):
-            y += weight * np.array(one_expert(config, x, gate_up[index], down[index]))
+            if index >= config.num_experts - config.zero_experts:
+                y += weight * np.array(x)
+                continue
+            biases = biases_of(inputs, "", index, rows)
+            y += weight * np.array(one_expert(config, x, gate_up[index], down[index], biases))
         if config.shared_intermediate_size:
             args = [plain(inputs, config, f"shared_{part}")[0] for part in ("gate_up", "down")]
-            shared = np.array(one_expert(config, x, *args))
+            biases = biases_of(inputs, "shared_", ..., (len(args[0]), len(args[1])))
+            shared = np.array(one_expert(config, x, *args, biases))
             if config.has_shared_gate:
                 v = math.fsum(
                     w * t for w, t in zip(inputs["shared_gate_weight"][0].astype(float).tolist(), x, strict=True)
@@ -247,6 +271,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "float8-zero": ({"weight_format": "float8", "has_zero_point": True}, "float8 has none"),
     "odd-width": ({"intermediate_size": 9}, "down_weight has rows of 9: int4 needs an even number"),
     "odd-block": ({"block_size": 5}, "gate_up_weight has blocks of 5: int4 needs an even number"),
+    "zero-experts": ({"zero_experts": 16}, "zero_experts 16 of num_experts 16"),
+    "least-sum": ({"norm_min": -1.0}, "norm_min -1.0"),
+    "slope": ({"activation": "gelu", "activation_alpha": 2.0}, "gelu has none"),
+    "offset": ({"gated": 0, "clamp": "none", "up_offset": 1.0}, "no up projection"),
     "no-shared": ({"shared_intermediate_size": -1}, "shared_intermediate_size -1"),
 }
 
@@ -257,6 +285,25 @@ def test_what_is_not_defined_is_refused(name: str) -> None:
     values = {field: getattr(FULL, field) for field in FULL.__dataclass_fields__}
     refused = MoeConfig(**{**values, **changes}).check()
     assert refused is not None and reason in refused.reason
+
+
+def test_logits_are_chosen_from_where_scores_are_all_one() -> None:
+    config = MoeConfig(4, 2, 3, 2, has_router_weight=False, choose_by_logits=1, has_ids=True)
+    inputs = draw_inputs(config, 1, np.random.default_rng(4))
+    inputs["router_logits"][0] = [20.0, 40.0, 30.0, 50.0]
+    assert reference(config, inputs)["expert_ids"].tolist() == [[3, 1]]
+    by_scores = MoeConfig(4, 2, 3, 2, has_router_weight=False, has_ids=True)
+    assert reference(by_scores, inputs)["expert_ids"].tolist() == [[0, 1]]
+
+
+def test_what_the_cuda_kernels_do_not_take_is_named() -> None:
+    found = {name: refused.reason for name, config in CONFIGS.items() if (refused := cuda_refusal(config))}
+    assert set(found) == {
+        *("zero-experts", "zero-experts-shared", "clamped-norm", "by-logits"),
+        *("biases", "biases-int4", "biases-not-gated"),
+    }
+    assert found["zero-experts"] == "zero_experts 4: the kernels have none"
+    assert found["biases-not-gated"] == "activation_alpha 2.0, gate_up_bias, shared_down_bias: the kernels have none"
 
 
 def test_configurations_cover_every_choice() -> None:

@@ -109,6 +109,20 @@ _config("another up limit", lambda c: c.clamp != "none", up_limit=lambda c: c.up
 _config("up not clamped", lambda c: c.clamp != "none", up_limit=np.inf)
 _config("a clamp", lambda c: c.clamp == "none" and bool(c.gated), clamp="before", gate_limit=2.0, up_limit=2.0)
 
+_config("least divisor forgotten", lambda c: c.norm_min > 1e-3, norm_min=0.0)
+_config("a least divisor", lambda c: bool(c.norm_topk_prob) and c.norm_min == 0.0, norm_min=1.9)
+_config("slope forgotten", lambda c: c.activation_alpha != 1.0, activation_alpha=1.0)
+_config("a slope", lambda c: c.activation == "silu" and c.activation_alpha == 1.0, activation_alpha=1.01)
+_config("offset forgotten", lambda c: c.up_offset != 0.0, up_offset=0.0)
+_config("an offset", lambda c: bool(c.gated) and c.up_offset == 0.0, up_offset=0.01)
+_config("chosen by scores", lambda c: bool(c.choose_by_logits), choose_by_logits=0)
+_config(
+    "chosen by logits", lambda c: c.has_expert_bias and not c.choose_by_logits and not _grouped(c), choose_by_logits=1
+)
+
+_dropped("biases of gate and up forgotten", lambda n: n == "gate_up_bias", has_gate_up_bias=False)
+_dropped("biases of down forgotten", lambda n: n == "down_bias", has_down_bias=False)
+_dropped("a bias of the shared expert forgotten", lambda n: n == "shared_down_bias", has_shared_down_bias=False)
 _dropped("expert bias forgotten", lambda n: n == "expert_bias", has_expert_bias=False)
 _dropped("router bias forgotten", lambda n: n == "router_bias", has_router_bias=False)
 _dropped(
@@ -124,6 +138,8 @@ _dropped("shared gate forgotten", lambda n: n == "shared_gate_weight", has_share
 
 _parameter("expert bias negated", "expert_bias", lambda a: -a)
 _parameter("expert bias of another expert", "expert_bias", lambda a: np.roll(a, 1))
+_parameter("biases of another expert", "gate_up_bias", lambda a: np.roll(a, 1, axis=0))
+_parameter("biases of another channel", "down_bias", lambda a: np.roll(a, 1, axis=-1))
 _parameter("router rows of another expert", "router_weight", lambda a: np.roll(a, 1, axis=0))
 _parameter("router channels moved", "router_weight", lambda a: np.roll(a, 1, axis=1))
 

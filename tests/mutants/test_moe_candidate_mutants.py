@@ -15,7 +15,8 @@ from exports import library
 from .moe_candidate_mutants import MUTANTS
 
 #: Groups with each mask, weights of masked groups, fewer experts kept than chosen; each score, activation and clamp;
-#: biases, gates, an epsilon; weights quantized in blocks, in rows, with zero points; loops.
+#: biases, gates, an epsilon; weights quantized in blocks, in rows, with zero points; loops; biases of experts, a slope
+#: and an offset, choosing by logits, a least divisor, experts without weights.
 BASES = (
     "moe_gather",
     "moe_zero_mask",
@@ -36,6 +37,11 @@ BASES = (
     "moe_int4_gather",
     "moe_uint4_stacked",
     "moe_uint8_dense",
+    "moe_gpt_oss",
+    "moe_biased_gather",
+    "moe_cohere2",
+    "moe_norm_least",
+    "moe_zero_turns",
 )
 #: Bases that a mutant is tried on, at most.
 MOST = 4

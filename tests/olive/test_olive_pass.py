@@ -175,6 +175,7 @@ def test_cache(decode: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"proof_memory": "much"}, "expected a size"),
         ({"quantize": "experts=int5"}, "quantize: "),
         ({"calibration": "absent.npz"}, "nothing to quantize"),
+        ({"quantize": "dense=int8:128", "algorithm": "best"}, "expected one of auto, nearest, aware, gptq"),
         ({"package_version": "0.0.1"}, "leave the option out"),
     ],
 )
@@ -193,11 +194,12 @@ def test_quantize(tmp_path: Path) -> None:
 
     model = written("kimi_decode", tmp_path)
     statistics = tmp_path / "statistics.npz"
-    calibrate(model, samples=1, tokens=4).save(statistics)
+    calibrate(model, samples=1, tokens=4, rows=8).save(statistics)
     options = {"require": {"kda": 1, "moe": 1}, "quantize": "experts=int8:channel", "calibration": str(statistics)}
     made = run(model, tmp_path, {"type": "DeltaFuse", **options})
     found = made.report()["quantization"]
     assert found["calibration"] == str(statistics) and found["bytes_after"] < found["bytes_before"]
+    assert found["algorithm"] == "gptq"
     assert {tensor["group"] for tensor in found["tensors"]} == {"experts"}
     assert 0 < error(made, "kimi_decode") < 0.1
 

@@ -10,9 +10,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from deltafuse.calibration import calibrate
+from deltafuse.calibration import calibrate, load
+from deltafuse.calibration_rows import Rows
 from deltafuse.cli import app
 from deltafuse.errors import OptionError
+from exports import library
 from typer.testing import CliRunner
 
 from .models import layer_model, run
@@ -56,14 +58,84 @@ def test_a_dry_run_quantizes_nothing(path: Path) -> None:
     assert "quantize: not tried, since a dry run changes nothing" in report.warnings
 
 
+def command(args: list[str]) -> str:
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 def test_calibrated(path: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.npz"
     calibrate(path, samples=2, tokens=16).save(data)
     done = deltafuse.fuse(path, quantize="experts=int4:128,dense=int4:128", calibration=data)
     assert done.quantization is not None and done.quantization.calibration == str(data)
     known = {tensor.name for tensor in done.quantization.tensors if tensor.calibrated}
+    assert done.quantization.algorithm == "aware"
+    with pytest.raises(OptionError, match="holds no rows of activations: `deltafuse calibrate --rows 1024`"):
+        deltafuse.fuse(path, quantize="dense=int4:128", calibration=data, algorithm="gptq")
     # the turned weight of the last product has been folded into a constant with a name of its own
     assert {"layer0.in", "layer0.gemm", "layer0.moe.gate_up", "layer0.moe.shared_gate_up"} < known and len(known) == 5
+
+
+def correlated(rng: np.random.Generator, count: int, channels: int, rank: int = 24) -> np.ndarray:
+    """Rows that fill a small part of their space, as activations do."""
+    basis = np.random.default_rng(77).standard_normal((rank, channels))
+    return (rng.standard_normal((count, rank)) @ basis / np.sqrt(rank)).astype(np.float32)
+
+
+def test_feeding_errors_back_lowers_the_error_on_correlated_inputs(path: Path, tmp_path: Path) -> None:
+    """From the command line: inputs, rows of activations, three algorithms, errors on other inputs."""
+    rng, data, inputs = np.random.default_rng(5), tmp_path / "data.npz", tmp_path / "inputs.npz"
+    np.savez(inputs, x=correlated(rng, 600, 256))
+    command(["calibrate", str(path), "-o", str(data), "-i", str(inputs), "--rows", "512"])
+    assert all(t.samples is not None and len(t.samples) == 512 for t in load(data).tensors.values())
+    x = correlated(rng, 64, 256)
+    before = run(ir.load(path), x)
+    errors, reports = {}, {}
+    for algorithm in ("nearest", "aware", "gptq", "auto"):
+        output = tmp_path / f"{algorithm}.onnx"
+        options = ["--quantize", "experts=int4:128,dense=int4:128", "--calibration", str(data)]
+        report = command(["fuse", str(path), "-o", str(output), *options, "--algorithm", algorithm, "--json"])
+        reports[algorithm] = json.loads(report)["quantization"]
+        errors[algorithm] = np.linalg.norm(run(ir.load(output), x) - before) / np.linalg.norm(before)
+    assert [r["algorithm"] for r in reports.values()] == ["nearest", "aware", "gptq", "gptq"]
+    assert errors["gptq"] < 0.6 * errors["nearest"], errors
+    assert errors["aware"] < errors["nearest"], errors
+    assert errors["auto"] == errors["gptq"]
+    # every matrix of the experts, down projections too, made better
+    experts = [t for t in reports["gptq"]["tensors"] if t["group"] == "experts"]
+    assert len(experts) == 4 and all(t["calibrated"] for t in experts)
+    assert all(t["product_error"] < t["error"] for t in experts), experts
+    assert all(t["product_error"] < 0.6 * t["error"] for t in experts if t["name"].endswith("gate_up")), experts
+    assert all(t["product_error"] is None for t in reports["aware"]["tensors"])
+
+
+def test_an_activation_goes_by_the_names_that_it_was_moved_from(tmp_path: Path) -> None:
+    """What an unfused model's router reads is a reshaped x, and the fused node reads x."""
+    export = library.export("moe_gather")
+    path, data = tmp_path / "export.onnx", tmp_path / "data.npz"
+    onnx.save(export.proto(), path)
+    calibrate(path, samples=4, tokens=12, rows=32).save(data)
+    done = deltafuse.fuse(path, quantize="experts=int8:8", calibration=data, algorithm="gptq")
+    assert done.count("moe") == 1 and done.quantization is not None
+    assert {t.calibrated for t in done.quantization.tensors} == {True}
+    assert not any("rounded to nearest" in note for note in done.quantization.notes)
+
+
+def test_rows_are_drawn_evenly() -> None:
+    drawn = np.zeros(40)
+    for seed in range(400):
+        rows = Rows(8, seed)
+        for start in (0, 3, 10, 11):
+            rows.add(np.arange(start, {0: 3, 3: 10, 10: 11, 11: 40}[start])[:, None].astype(np.float32))
+        kept = rows.kept()[:, 0].astype(int)
+        assert len(set(kept)) == 8
+        drawn[kept] += 1
+    assert drawn.min() > 45 and drawn.max() < 120  # 80 each
+    few = Rows(8, 0)
+    assert few.kept().shape == (0, 0)
+    few.add(np.ones((3, 2), np.float32))
+    assert few.kept().shape == (3, 2)
 
 
 def test_a_calibration_of_another_model_is_refused(path: Path, tmp_path: Path) -> None:
@@ -108,6 +180,8 @@ def test_the_command(path: Path, tmp_path: Path) -> None:
         ({"quantize": "everything=int4:128"}, "expected one of experts, dense"),
         ({"quantize": 4}, "expected text such as"),
         ({"calibration": "data.npz"}, "nothing to quantize"),
+        ({"quantize": "dense=int8:128", "algorithm": "gptq"}, "algorithm gptq: give a calibration"),
+        ({"quantize": "dense=int8:128", "algorithm": "best"}, "expected one of auto, nearest, aware, gptq"),
         ({"quantize": "dense=int8:128", "calibration": "missing.npz"}, "missing.npz"),
     ],
 )

@@ -16,7 +16,7 @@ from deltafuse.custom_ops.common.quantize_matrix import Statistics
 from deltafuse.custom_ops.moe.call import read_call
 from deltafuse.custom_ops.moe.spec import MoeConfig
 from deltafuse.fusions.passes import PassManager
-from deltafuse.fusions.quantize import Quantize, RaiseOpset, Sources, parse_quantize
+from deltafuse.fusions.quantize import Activations, Quantize, RaiseOpset, Seen, Sources, parse_quantize
 from deltafuse.fusions.quantize.dense import MIN_ELEMENTS
 
 from .models import CONFIG, TYPES, Array, layer_model, run
@@ -156,6 +156,29 @@ def test_small_weights_stay() -> None:
     small = MoeConfig(4, 1, 64, 32)
     assert small.hidden_size**2 < MIN_ELEMENTS
     assert quantized(layer_model(small), "dense=int8:channel").result.tensors == []
+
+
+def test_experts_with_biases_and_zero_experts() -> None:
+    """What is beside the weights stays, and what down projections see has the biases in it."""
+    config = replace(
+        CONFIG, zero_experts=2, has_gate_up_bias=True, has_down_bias=True, has_shared_gate_up_bias=True, up_offset=1.0
+    )
+    x = np.random.default_rng(3).standard_normal((400, CONFIG.hidden_size)).astype(np.float32)
+    model, before = layer_model(config, layers=1), run(layer_model(config, layers=1), x)
+    first, given = model.graph.initializers["layer0.in"].const_value, calls(model)[0].inputs[0]
+    assert first is not None and given is not None
+    projected = (x @ first.numpy()).astype(np.float32)
+    seen = Activations({given.name or "": Seen(np.mean(projected**2, axis=0), projected)}, "gptq")
+    errors = {}
+    for name, statistics in (("nearest", {}), ("gptq", seen)):
+        model = layer_model(config, layers=1)
+        result = quantized(model, "experts=int4:128", statistics).result  # type: ignore[arg-type]
+        assert len(result.tensors) == 4
+        assert all(t.calibrated == (name == "gptq") for t in result.tensors), result.tensors
+        after, _ = read_call(calls(model)[0])
+        assert (after.zero_experts, after.has_down_bias, after.weight_format) == (2, True, "int4")
+        errors[name] = np.linalg.norm(run(model, x) - before) / np.linalg.norm(before)
+    assert errors["gptq"] < 0.9 * errors["nearest"] < 0.2, errors
 
 
 def test_statistics_choose_scales() -> None:
