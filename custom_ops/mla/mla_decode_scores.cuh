@@ -185,7 +185,8 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
       }
       if (lane == 0 && i == tiles - 1 && item->leaves) ptx::mbar_arrive(small->q_empty);
       if (!S::kCodes && tile0 + kTile > item->end) {
-        // What lies behind the sequence may be anything: zeros, since 0 times NaN is NaN. All four warps are done reading.
+        // What lies behind the sequence may be anything: zeros, since 0 times NaN is NaN. All four warps are done
+        // reading.
         ptx::bar_sync(1, 128);
         const int from = item->end - tile0;
         for (int j = threadIdx.x; j < (kTile - from) * (kLatent / 8); j += 128) {
