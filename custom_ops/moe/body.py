@@ -111,7 +111,8 @@ class _Body:
             own = b.op("Less", present, b.const(config.own_experts))
             count = b.op("ReduceSum", b.cast(own, ir.DataType.INT64), keepdims=0)
             given = b.op("Where", b.op("Less", ids, b.const(config.own_experts)), b.const(0.0), weights)
-            start = b.mul(x, b.sum_last(given))
+            # over two axes, one of them of size 1: ONNX Runtime up to 1.31 leaves out a sum over the last axis here
+            start = b.mul(x, b.unsqueeze(b.op("ReduceSum", b.unsqueeze(given, 2), b.const([1, 2]), keepdims=0), 1))
         number, going = b.value("n", ir.DataType.INT64, []), b.value("going", ir.DataType.BOOL, [])
         done = b.value("done", FLOAT, [None, config.hidden_size])
 

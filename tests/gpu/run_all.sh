@@ -111,7 +111,10 @@ for chosen in $steps; do
       step kernels-mla 500 "${tests[@]}" tests/gpu/test_mla_cuda.py
       step kernels-moe 300 "${tests[@]}" tests/gpu/test_moe_cuda.py tests/gpu/test_moe_decode_cuda.py tests/gpu/test_moe_prompt_cuda.py
       ;;
-    ep) step ep 420 "${tests[@]}" tests/gpu/test_ep_cuda.py tests/gpu/test_ep_mla_cuda.py tests/gpu/test_ep_life_cuda.py ;;
+    ep)
+      step ep 420 "${tests[@]}" tests/gpu/test_ep_cuda.py tests/gpu/test_ep_mla_cuda.py tests/gpu/test_ep_moe_cuda.py \
+        tests/gpu/test_ep_life_cuda.py
+      ;;
     plugin) # beside a CUDA plugin EP, in a process of its own: what is registered stays
       if [ -z "$cuda_plugin" ]; then
         say "plugin: skipped, ORT_CUDA_PLUGIN_EP_PATH names no CUDA plugin EP"
