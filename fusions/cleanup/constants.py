@@ -14,6 +14,16 @@ from ..result import PassReport
 _FOLD_LIMIT = 1 << 16
 
 
+def _dims_given(shape: ir.Node) -> list[int | ir.SymbolicDim] | None:
+    """The dims that a `Shape` gives, None where its input has no known rank."""
+    value = shape.inputs[0]
+    if value is None or value.shape is None:
+        return None
+    start = shape.attributes["start"].as_int() if "start" in shape.attributes else 0
+    end = shape.attributes["end"].as_int() if "end" in shape.attributes else len(value.shape)
+    return list(value.shape)[start:end]
+
+
 def _sliced(view: GraphView, node: ir.Node, count: int) -> np.ndarray | None:
     """The places that a `Slice` takes of a list of so many sizes."""
     given = [view.ints(v) for v in node.inputs[1:]]
@@ -105,25 +115,16 @@ class FoldConstants(Pass):
 
     @staticmethod
     def _static_shape(node: ir.Node) -> np.ndarray | None:
-        value = node.inputs[0]
-        if value is None or value.shape is None:
-            return None
-        start = node.attributes["start"].as_int() if "start" in node.attributes else 0
-        end = node.attributes["end"].as_int() if "end" in node.attributes else len(value.shape)
-        dims = list(value.shape)[start:end]
-        return np.array(dims, np.int64) if all(isinstance(d, int) for d in dims) else None
+        dims = _dims_given(node)
+        return None if dims is None or not all(isinstance(d, int) for d in dims) else np.array(dims, np.int64)
 
     @staticmethod
     def _static_size(view: GraphView, node: ir.Node) -> np.ndarray | None:
         """The numbers that a `Gather` or `Slice` takes of a `Shape`, where those axes have some."""
         shape = node.inputs[0].producer() if is_op(node, "Gather", "Slice") and node.inputs[0] is not None else None
-        source = shape.inputs[0] if shape is not None and is_op(shape, "Shape") else None
-        if shape is None or source is None or source.shape is None:
+        dims = _dims_given(shape) if shape is not None and is_op(shape, "Shape") else None
+        if dims is None:
             return None
-        whole = list(source.shape)
-        start = shape.attributes["start"].as_int() if "start" in shape.attributes else 0
-        end = shape.attributes["end"].as_int() if "end" in shape.attributes else len(whole)
-        dims = whole[start:end]
         index = view.array(node.inputs[1]) if is_op(node, "Gather") else _sliced(view, node, len(dims))
         if index is None or index.size > 16:
             return None

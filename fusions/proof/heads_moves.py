@@ -120,12 +120,16 @@ class Moves(Heads):
             self._give(node, Spread(axis, tuple(h for v in values for h in self.spreads[v].owner)))
             return
         spread = self._aligned(node, rank, values)
+        self._cut_constants(node, proto, spread)
+        self._give(node, spread)
+
+    def _cut_constants(self, node: ir.Node, proto: onnx.NodeProto, spread: Spread) -> None:
+        """The inputs without heads, which must be constants of the output's rank, become those of the kept heads."""
         for i, value in enumerate(node.inputs):
             if value is not None and value not in self.spreads:
                 if not self.view.is_const(value):
                     raise HeadsMix(f"{value.name!r} does not come from the operands")
                 proto.input[i] = self.cut(value, spread, spread.axis)
-        self._give(node, spread)
 
     def _on_pad(self, node: ir.Node, proto: onnx.NodeProto) -> None:
         spread = self._only(node)
@@ -145,11 +149,7 @@ class Moves(Heads):
         spread = self._aligned(node, rank, node.inputs)
         if attribute_int(node, "axis", 0) % rank == spread.axis:
             raise HeadsMix("it scatters over the heads")
-        for i, value in enumerate(node.inputs):
-            if value is not None and value not in self.spreads:
-                if not self.view.is_const(value):
-                    raise HeadsMix(f"{value.name!r} does not come from the operands")
-                proto.input[i] = self.cut(value, spread, spread.axis)
+        self._cut_constants(node, proto, spread)
         self._give(node, spread)
 
     def _on_scatternd(self, node: ir.Node, proto: onnx.NodeProto) -> None:

@@ -26,27 +26,13 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.mla_layer import FIELDS
 from gpu.mla_runner import Call, Kernels, MlaConfig, find_library
 
 #: What an H200 reaches: copy bandwidth in TB/s, bf16 products in TFLOP/s.
 BANDWIDTH, PRODUCTS = 4.3, 790.0
 L2_BYTES = 60 * 2**20
-LAYER = MlaConfig(
-    num_heads=32,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    kv_lora_rank=512,
-    scale=192**-0.5,
-    rope="half",
-    gate_activation="sigmoid",
-    cache="latent",
-    has_kv_norm=True,
-    cos_width=64,
-    has_past=True,
-    has_present=True,
-    static_cache=True,
-)
+LAYER = MlaConfig(**FIELDS, static_cache=True)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from onnx import TensorProto, helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.bench_moe_cpu import Graph, _cpu
+from bench.mla_layer import FIELDS
 from deltafuse.custom_ops.mla.draw import draw_inputs
 from deltafuse.custom_ops.mla.reference import reference, relative_error
 from deltafuse.custom_ops.mla.spec import MlaConfig
@@ -41,21 +42,7 @@ from mla.cpu_library import PAIRS, CpuKernel, compile_library, empty_outputs, fi
 from mla.onnx_call import call_model, feeds
 
 Arrays = dict[str, NDArray[Any]]
-LAYER = MlaConfig(
-    num_heads=32,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    kv_lora_rank=512,
-    scale=192**-0.5,
-    rope="half",
-    gate_activation="sigmoid",
-    cache="latent",
-    has_kv_norm=True,
-    cos_width=64,
-    has_past=True,
-    has_present=True,
-)
+LAYER = MlaConfig(**FIELDS)
 #: Type T and the cache's type of the kernel's rows.
 FORMS = (("float32", "same"), ("float16", "same"), ("bfloat16", "same"), ("bfloat16", "int8"), ("bfloat16", "float8"))
 LIMITS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}

@@ -90,6 +90,18 @@ bool device_free(void* data) {
   return true;
 }
 
+// The instruction's next accesses to the region of these bytes need no search.
+static void enter_region(Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write) {
+  const Region* r = find_region(address);
+  if (!r || address + bytes > r->high) {
+    fault(w, in,
+          (write ? "illegal write of " : "illegal read of ") + std::to_string(bytes) + " bytes at " +
+              describe_address(address));
+  }
+  if (write && r->read_only) fault(w, in, std::string("write to ") + r->what);
+  in.low = r->low, in.high = r->high;
+}
+
 char* global_address(Warp& w, const Inst& in, uint64_t address, unsigned bytes, bool write) {
   if (machine.dependence) note_global(w, in, address, bytes, write);
   if (address >= in.low && address + bytes <= in.high && !(address & (bytes - 1))) {
@@ -99,28 +111,14 @@ char* global_address(Warp& w, const Inst& in, uint64_t address, unsigned bytes, 
     fault(w, in, "misaligned address " + describe_address(address) + " for " + std::to_string(bytes) + " bytes");
   }
   if (unchecked()) return reinterpret_cast<char*>(address);
-  const Region* r = find_region(address);
-  if (!r || address + bytes > r->high) {
-    fault(w, in,
-          (write ? "illegal write of " : "illegal read of ") + std::to_string(bytes) + " bytes at " +
-              describe_address(address));
-  }
-  if (write && r->read_only) fault(w, in, std::string("write to ") + r->what);
-  in.low = r->low, in.high = r->high;
+  enter_region(w, in, address, bytes, write);
   return reinterpret_cast<char*>(address);
 }
 
 void check_range(Warp& w, const Inst& in, uint64_t address, uint64_t bytes, bool write) {
   if (machine.dependence) note_global(w, in, address, bytes, write);
   if ((address >= in.low && address + bytes <= in.high) || unchecked()) return;
-  const Region* r = find_region(address);
-  if (!r || address + bytes > r->high) {
-    fault(w, in,
-          (write ? "illegal write of " : "illegal read of ") + std::to_string(bytes) + " bytes at " +
-              describe_address(address));
-  }
-  if (write && r->read_only) fault(w, in, std::string("write to ") + r->what);
-  in.low = r->low, in.high = r->high;
+  enter_region(w, in, address, bytes, write);
 }
 
 char* shared_location(const Warp& w, const Inst& in, uint32_t address, unsigned bytes, Block** owner) {
