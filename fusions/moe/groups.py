@@ -13,6 +13,9 @@ from .reader import Reader, last_dim
 
 #: Fills that mean minus infinity to every float type that scores are computed in.
 LOWEST = (-math.inf, float(np.finfo(np.float32).min), -3.3895313892515355e38, -65504.0)
+#: Scores are 0 or more, so any number below all biases does for choices as minus infinity does (``low_bias`` looks at
+#: the biases). Numbers above this one are in reach of the biases that proofs draw.
+LOW = -10.0
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ def read_masked(r: Reader, value: ir.Value) -> tuple[ir.Value, Groups] | None:
         return None
     if number == 0.0:
         return _groups(r, inner, found[0], "0")
-    if number in LOWEST:
+    if number <= LOW:
         return _groups(r, inner, found[0], "-inf", number)
-    r.refuse(f"choices of groups that do not stay become {number:g}: the op knows 0 and minus infinity")
+    r.refuse(f"choices of groups that do not stay become {number:g}: the op knows 0, and numbers below all choices")
     return None
 
 

@@ -60,6 +60,8 @@ def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
 
 def _no_router(view: GraphView, site: Site) -> Refusal:
     """Experts chosen by something else than the best of a router's scores."""
+    if site.why:
+        return Refusal("routing", site.why, site.name)
     source = site.ids.producer() if site.ids is not None else None
     what = "by indices that no router of this graph makes"
     if is_op(source, "TopK"):

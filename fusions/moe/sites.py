@@ -25,6 +25,7 @@ class Site(Place):
     reader: Reader | None = None
     order: list[ir.Node] = field(default_factory=list)
     ids: ir.Value | None = None  # what experts are chosen by where there is no router
+    why: str = ""  # why what looks like a router is none
 
 
 def find_sites(view: GraphView) -> list[Site]:
@@ -36,11 +37,16 @@ def find_sites(view: GraphView) -> list[Site]:
             continue
         reader = Reader(view)
         router = read_router(reader, node)
+        name = scope_of(node) or node.name or f"node {view.position[node]}"
         if router is not None:
-            name = scope_of(node) or node.name or f"node {view.position[node]}"
             region = Region([], sorted(reader.marks.all(), key=view.position.__getitem__), [])
             found.append(Site(name, "", region, [node], router, reader, order))
-    return found + _without_router(view, order, {s.router.ids for s in found if s.router is not None})
+        elif reader.why:
+            found.append(
+                Site(name, "", Region([], [node], []), [node], None, reader, order, node.outputs[1], reader.why[-1])
+            )
+    known = {s.ids if s.router is None else s.router.ids for s in found}
+    return found + _without_router(view, order, {v for v in known if v is not None})
 
 
 def _without_router(view: GraphView, order: list[ir.Node], known: set[ir.Value]) -> list[Site]:

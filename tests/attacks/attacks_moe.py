@@ -119,6 +119,11 @@ ATTACKS: dict[str, Attack] = {
     "a bias below the mask": Attack(Moe(fill=-65504.0, bias=[0.0, -7e4] * (EXPERTS // 2)), "groups", "-70000"),
     "experts switched off by minus infinity": Attack(Moe(bias=[0.0, -np.inf] * (EXPERTS // 2)), "groups", "-inf"),
     "a bias near the mask": Attack(Moe(fill=-65504.0, bias=[0.0, -6e4] * (EXPERTS // 2)), scale=(0.01, 1.0)),
+    "a mask of minus a thousand": Attack(Moe(fill=-1e3)),
+    "a bias below a mask of minus a thousand": Attack(
+        Moe(fill=-1e3, bias=[0.0, -2e3] * (EXPERTS // 2)), "groups", "-2000"
+    ),
+    "a mask that biases may reach": Attack(Moe(fill=-1.0), "routing", "become -1: "),
     "the sum of weights bounded by Max": Attack(Moe(total=lambda g, x: g.op("Max", x, g.const(1.6)))),
     "the sum of weights bounded by Clip": Attack(Moe(total=lambda g, x: g.op("Clip", x, g.const(1e-20)))),
     "the sum of weights bounded from above": Attack(
