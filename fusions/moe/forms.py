@@ -5,12 +5,13 @@ Each reading gives the same thing: every expert's projections, and how the choic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from ..graph import attribute_string
-from .linear import Linear
+from .linear import Linear, gathered_weights, read_linear
 from .mlp import Mlp, read_mlp
 from .reader import Reader
 from .router import Router
@@ -77,6 +78,9 @@ def choices_sum(r: Reader, router: Router, value: ir.Value | None) -> tuple[ir.V
 
 def read_gathered(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     """Weights gathered for each choice: batched matrix products, einsums."""
+    three = r.node(r.moved(value), "Einsum")
+    if three is not None and len(three.inputs) == 3:
+        return _three_gathered(r, router, three)
     found = choices_sum(r, router, value)
     if found is not None:
         for weights, outputs in (found, found[::-1]):
@@ -94,6 +98,41 @@ def read_gathered(r: Reader, router: Router, value: ir.Value) -> Routed | None:
         return None
     weighting = read_weighting(r, router, mlp.factors[0])
     return None if weighting is None else Routed("gathered", (mlp,), weighting, inputs_of(mlp))
+
+
+def _three_gathered(r: Reader, router: Router, node: ir.Node) -> Routed | None:
+    """The down projection and the weighted sum in one einsum, such as ``nkf,nkfd,nk->nd``."""
+    left, _, result = attribute_string(node, "equation", "").replace(" ", "").partition("->")
+    terms = left.split(",")
+    for w, h, c in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
+        letters = terms[w]
+        lead, last = letters[:-2], letters[-2:]
+        out = [i for i, x in enumerate(last) if x in result and x not in terms[h] + terms[c]]
+        into = [i for i, x in enumerate(last) if x in terms[h] and x not in terms[c] + result]
+        if len(lead) < 2 or len(out) != 1 or len(into) != 1 or terms[c] != lead or result != lead[:-1] + last[out[0]]:
+            continue
+        if terms[h] != lead + last[into[0]]:
+            continue
+        weights = r.attempt(gathered_weights, node.inputs[w])
+        hidden = node.inputs[h]
+        if weights is None or weights.ids is None or hidden is None:
+            continue
+        axes = weights.last
+        down = Linear(
+            hidden, node.outputs[0], weights.seen, weights.expert, axes[out[0]], axes[into[0]], weights.ids, -1
+        )
+        mlp = read_mlp(r, node.outputs[0], _or(down))
+        if mlp is None or mlp.factors or not is_gathered(r, router, mlp):
+            continue
+        weighting = read_weighting(r, router, node.inputs[c])
+        if weighting is not None:
+            return Routed("gathered", (mlp,), weighting, inputs_of(mlp))
+    return None
+
+
+def _or(down: Linear) -> Callable[[Reader, ir.Value | None], Linear | None]:
+    """Reads a linear layer; this one is known."""
+    return lambda r, value: down if value is down.y else read_linear(r, value)
 
 
 def linears(mlp: Mlp) -> list[Linear]:
@@ -174,12 +213,7 @@ def _three_as(
     expert, out, into = (letters.index(c) for c in names)
     down = Linear(hidden, node.outputs[0], seen, expert, out, into, None, -1)
 
-    def linear(reader: Reader, value: ir.Value | None) -> Linear | None:
-        from .linear import read_linear
-
-        return down if value is node.outputs[0] else read_linear(reader, value)
-
-    mlp = read_mlp(r, node.outputs[0], linear)
+    mlp = read_mlp(r, node.outputs[0], _or(down))
     if mlp is None or mlp.factors or any(x.expert is None or x.ids is not None for x in linears(mlp)):
         return None
     weighting = read_dense(r, router, dense)

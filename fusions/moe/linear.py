@@ -210,6 +210,12 @@ def _einsum(r: Reader, node: ir.Node, value: ir.Value) -> Linear | None:
     return None
 
 
+def gathered_weights(r: Reader, value: ir.Value | None) -> _Weights | None:
+    """Weights of a stack that an index takes for each choice; last their channels."""
+    found = _weights(r, value)
+    return None if found is None or found.ids is None else found
+
+
 def _weights_any(r: Reader, value: ir.Value | None) -> _Weights | None:
     return _weights(r, value)
 

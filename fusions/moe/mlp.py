@@ -198,6 +198,10 @@ def _slope(r: Reader, value: ir.Value | None, x: ir.Value) -> float | None:
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
+#: Activations that experts may have and the op has not.
+_OTHERS = ("Celu", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Relu", "Selu", "Softplus", "Tanh")
+
+
 def _activation(r: Reader, value: ir.Value | None) -> _Act | None:
     """An activation of something, bounded from above afterwards or not."""
     inner, low, high = r.bounded(value)
@@ -208,6 +212,9 @@ def _activation(r: Reader, value: ir.Value | None) -> _Act | None:
         found = r.attempt(reading, inner)
         if found is not None:
             return _Act(found.kind, found.x, high, found.alpha)
+    producer = inner.producer()
+    if is_op(producer, *_OTHERS) and producer is not None:
+        r.refuse(f"experts' activation is {producer.op_type}, which the op has not")
     return None
 
 
@@ -255,7 +262,10 @@ def _relu2(r: Reader, value: ir.Value) -> _Act | None:
     elif node.inputs[0] is not node.inputs[1]:
         return None
     relu = r.node(node.inputs[0], "Relu")
-    return None if relu is None or relu.inputs[0] is None else _Act("relu2", relu.inputs[0])
+    if relu is not None:
+        return None if relu.inputs[0] is None else _Act("relu2", relu.inputs[0])
+    x, low, high = r.bounded(node.inputs[0])
+    return _Act("relu2", x) if x is not None and (low, high) == (0.0, math.inf) else None
 
 
 def _gelu_written(r: Reader, value: ir.Value) -> _Act | None:

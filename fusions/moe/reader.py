@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from ..graph import FLOAT_TYPES, INTEGER_TYPES, GraphView, attribute_float, is_op
+from ..graph import FLOAT_TYPES, INTEGER_TYPES, GraphView, attribute_float, attribute_int, is_op, static_dims
 
 R = TypeVar("R")
 
@@ -101,7 +101,8 @@ class Reader:
         producer = value.producer()
         if producer is None or self.view.is_const(value):
             return None
-        if not is_op(producer, *MOVES) and not (is_op(producer, *_OF_ONE) and len(producer.inputs) == 1):
+        one = is_op(producer, *_OF_ONE) and len(producer.inputs) == 1
+        if not is_op(producer, *MOVES) and not one and not takes_the_only_one(self.view, producer):
             return None
         source = producer.inputs[0]
         if source is None or (producer.op_type in ("Cast", "CastLike") and not _same_kind(source, value)):
@@ -213,6 +214,13 @@ class Reader:
             low, high = min(max(low, below), high), max(min(high, above), low)
             value = next((v for v in node.inputs if v is not None and not self.view.is_const(v)), None)
         return value, low, high
+
+
+def takes_the_only_one(view: GraphView, node: ir.Node) -> bool:
+    """Is it ``x[:, 0]`` where that axis has one entry?"""
+    data = node.inputs[0] if is_op(node, "Gather") else None
+    dims = None if data is None else static_dims(data)
+    return dims is not None and dims[attribute_int(node, "axis", 0)] == 1 and view.scalar(node.inputs[1]) in (0, -1)
 
 
 def _same_kind(source: ir.Value, value: ir.Value) -> bool:

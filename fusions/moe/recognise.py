@@ -40,6 +40,9 @@ from .tail import End, read_ends
 #: Ops that compute shapes and nothing else.
 _SHAPES = frozenset("Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split())
 
+#: What ends a slice where its axis does.
+_END = 2**31 - 1
+
 
 def read_site(view: GraphView, site: Site) -> Iterator[MoeCandidate] | Refusal:
     """Candidates at a router, the most complete first, or why there is none."""
@@ -315,10 +318,16 @@ def _result(x: ir.Value, y: ir.Value) -> Result | None:
     dims, have = static_dims(y), static_dims(x)
     if dims is None or have is None:
         return None
-    if len(dims) == len(have):
-        same = all(a == b or a is None or b is None for a, b in zip(dims, have, strict=True))
-        return Result((y,)) if same else None
     unknown = [i for i, d in enumerate(dims) if d is None]
+    if len(dims) == len(have):
+        pairs = list(zip(dims, have, strict=True))
+        alike = all(a == b or a is None or b is None for a, b in pairs)
+        # [tokens, 1, D] and [1, tokens, D] are not
+        turned = any(a != b and 1 in (a, b) for a, b in pairs) and len(unknown) <= 1
+        if alike and not turned:
+            return Result((y,))
+        if not turned:
+            return None
     if len(unknown) > 1:
         return None
     return Result((y,), reshape=tuple(-1 if d is None else d for d in dims))
@@ -341,10 +350,22 @@ def _unknown(view: GraphView, reader: Reader, region: Region, borders: list[ir.V
     for node in region.nodes:
         if node in reader.marks or node in shapes or all(view.is_const(v) for v in node.outputs):
             continue
-        if node not in needed and reader.is_move(node):
+        if node not in needed and (reader.is_move(node) or _before_shape(view, node)):
             continue
         return f"{node.op_type} {node.name!r} is no step of experts that is known"
     return None
+
+
+def _before_shape(view: GraphView, node: ir.Node) -> bool:
+    """Is it a step that exporters put before `Shape`: the larger one of indices, whose shapes are broadcast; a first
+    row, for how long it is?"""
+    if is_op(node, "Max"):
+        return all(view.is_integer(v) for v in node.outputs)
+    if not is_op(node, "Slice") or not all(v is None or view.is_const(v) for v in node.inputs[1:]):
+        return False
+    starts, ends, _, steps = [None if v is None else view.ints(v) for v in [*node.inputs[1:], None, None][:4]]
+    first = starts is not None and ends is not None and not any(starts) and all(e == 1 or e >= _END for e in ends)
+    return first and set(steps or [1]) == {1}
 
 
 def _needed(view: GraphView, region: Region) -> set[ir.Node]:

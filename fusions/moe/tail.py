@@ -9,7 +9,7 @@ import onnx_ir as ir
 from ..graph import FLOAT_TYPES, is_op
 from .linear import Linear, read_linear
 from .mlp import Mlp, read_mlp
-from .reader import Reader
+from .reader import Reader, takes_the_only_one
 
 _ONWARDS = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 
@@ -74,7 +74,8 @@ def read_ends(r: Reader, value: ir.Value) -> list[End]:
         level = r.marks.level()
         r.marks.add(node)
         y = node.outputs[0]
-        if is_op(node, *_ONWARDS) and node.inputs[0] is last.y and y.dtype in FLOAT_TYPES:
+        onwards = is_op(node, *_ONWARDS) or takes_the_only_one(r.view, node)
+        if onwards and node.inputs[0] is last.y and y.dtype in FLOAT_TYPES:
             found.insert(0, End(y, last.scale, last.shared))
             continue
         other = next((v for v in node.inputs if v is not last.y), None)

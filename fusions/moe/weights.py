@@ -214,7 +214,8 @@ def _normalised(r: Reader, router: Router, value: ir.Value | None, total: ir.Val
                 return None
             least = low + eps
         base = r.moved(next((v for v in step.inputs if v is not None and r.scalar(v) is None), None))
-    node = r.node(base, "ReduceSum")
+    # scores are not negative, so the sum of their sizes is their sum
+    node = r.node(base, "ReduceSum", *(["ReduceL1"] if inner.scale > 0.0 else []))
     if node is None:
         r.refuse("weights are divided by something else than their sum")
         return None

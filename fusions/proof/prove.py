@@ -205,10 +205,11 @@ class Prover:
             report.error = max(report.error, worst * TOLERANCE / limit)
             if not worst <= limit:
                 report.proved = False
-                report.reason = (
-                    f"case {case.name!r} at {_shown(case)}: relative error {worst:.2e}, tolerance {limit:.1e}, in "
-                    f"{extract.outputs[int(np.argmax(entry.get('errors_float64', errors)))].name!r}"
-                )
+                place = int(np.argmax(entry.get("errors_float64", errors)))
+                how = f"relative error {worst:.2e}, tolerance {limit:.1e}"
+                if found[place].shape != want[place].shape:
+                    how = f"shape {list(found[place].shape)} instead of {list(want[place].shape)}"
+                report.reason = f"case {case.name!r} at {_shown(case)}: {how}, in {extract.outputs[place].name!r}"
                 return report
         if compared < 3:
             report.proved = False

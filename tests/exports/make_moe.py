@@ -65,6 +65,8 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         {"router": {"bias": False, "groups": (4, 1), "fill": 0.0, "picked": "values", "scale": 1.5}},
     ),
     "moe_gather_turned": ("gather_turned", {}),
+    "moe_gather_three": ("gather_three", {"router": {"fill": -1e9, "norm": "l1"}}),
+    "moe_gather_row": ("gather_row", {"mlp": {"act": "relu2_bounded"}}),
     "moe_by_choice": ("by_choice", {}),
     "moe_added_rows": ("added_rows", {}),
     "moe_einsum_onehot": ("einsum_onehot", {"shared": "none"}),
@@ -140,6 +142,11 @@ def variants(wanted: list[str]) -> None:
     steps: dict[str, Any] = {
         "moe_where_op18": ("where", (x,), dict(dynamic=({1: S},), opset=18, bindings=[{"S": 3}, {"S": 17}])),
         "moe_stacked_noopt": ("stacked", (x,), dict(dynamic=({1: S},), optimize=False, bindings=[{"S": 3}, {"S": 17}])),
+        "moe_where_noopt": (
+            "where_rows",
+            (x,),
+            dict(dynamic=({1: S},), optimize=False, bindings=[{"S": 3}, {"S": 17}]),
+        ),
         "moe_gather_op24": ("gather", (x,), dict(dynamic=({1: S},), opset=24, bindings=[{"S": 3}, {"S": 17}])),
         "moe_dense_frozen": ("dense", (x,), {}),
         "moe_gather_one_token": ("gather", (x[:, :1],), {}),
@@ -153,6 +160,11 @@ def variants(wanted: list[str]) -> None:
         "moe_legacy_stacked": ("stacked", (x,), dict(legacy=True, opset=18)),
         "moe_legacy_gather": ("gather", (x,), dict(legacy=True, opset=18)),
         "moe_legacy_where": ("where", (x,), dict(legacy=True, opset=18)),
+        "moe_legacy_rows": (
+            "where_rows",
+            (x,),
+            dict(legacy=True, opset=18, dynamic={"x": {1: "S"}}, bindings=[{"S": 3}, {"S": 17}]),
+        ),
     }
     for name, (style, args, more) in steps.items():
         if not wanted or name in wanted:

@@ -24,7 +24,7 @@ class Router(nn.Module):
         bias: bool = True,
         best: str = "top2",
         fill: float = float("-inf"),
-        norm: bool = True,
+        norm: bool | str = True,
         eps: float = 1e-20,
         least: float = 0.0,
         scale: float = 2.5,
@@ -68,7 +68,9 @@ class Router(nn.Module):
                 choice = choice.masked_fill(~wide.bool(), self.fill)
         values, ids = torch.topk(choice, k=K, dim=-1, sorted=False)
         weights = values if self.picked == "values" else scores.gather(1, ids)
-        if self.norm:
+        if self.norm == "l1":
+            weights = F.normalize(weights, p=1, dim=-1)
+        elif self.norm:
             total = weights.sum(-1, keepdim=True) + self.eps
             weights = weights / (total.clamp(min=self.least) if self.least else total)
         return ids, weights * self.scale
@@ -79,6 +81,7 @@ ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
+    "relu2_bounded": lambda x: x.clamp(min=0).pow(2),
 }
 
 
@@ -240,6 +243,17 @@ class Block(nn.Module):
         rows = h[:, None, None, :]
         hidden = self.act(rows @ gate, rows @ up) * w[..., None, None]
         return (hidden @ self.stack("down_proj").transpose(1, 2).contiguous()[ids]).squeeze(2).sum(1)
+
+    def _gather_three(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The down projection and the sum over choices in one einsum."""
+        gate, up = (torch.einsum("nd,nkid->nki", h, self.stack(n)[ids]) for n in ("gate_proj", "up_proj"))
+        return torch.einsum("nki,nkdi,nk->nd", self.act(gate, up), self.stack("down_proj")[ids], w)
+
+    def _gather_row(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """As products of matrices of one row, of which the only one is taken at the end."""
+        rows = h[:, None, None, :]
+        gate, up = (rows @ self.stack(n).transpose(1, 2)[ids] for n in ("gate_proj", "up_proj"))
+        return (w[:, None, :] @ (self.act(gate, up) @ self.stack("down_proj").transpose(1, 2)[ids])[:, :, 0])[:, 0]
 
     def _by_choice(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """One choice after the other."""
