@@ -65,6 +65,7 @@ class Quantize(Pass):
 
     def run(self, model: ir.Model, report: PassReport) -> None:
         names, result = names_of(model), self.result
+        left: set[str] = set()  # groups of which something was left as it was, with the reason
         result.bytes_before = weight_bytes(model)
 
         def told(group: str) -> dict[str, object]:
@@ -72,7 +73,11 @@ class Quantize(Pass):
                 if self.progress is not None:
                     self.progress(f"quantize {group}", done, total)
 
-            return {"names": names, "log": report.notes.append, "progress": step}
+            def log(reason: str) -> None:
+                left.add(group)
+                report.notes.append(reason)
+
+            return {"names": names, "log": log, "progress": step}
 
         if "experts" in self.schemes:
             result.tensors += quantize_experts(
@@ -94,7 +99,8 @@ class Quantize(Pass):
         common.RemoveUnusedFunctionsPass()(model)
         for group in self.schemes:
             if not any(tensor.group == group for tensor in result.tensors):
-                report.notes.append(f"{group}: there was nothing to quantize: {_NEEDS[group]}")
+                nothing = f"{group}: there was nothing to quantize: {_NEEDS[group]}"
+                report.notes.append(f"{group}: nothing was quantized" if group in left else nothing)
         result.notes = list(report.notes)
         result.bytes_after = weight_bytes(model)
         report.matched, report.changed = len(result.tensors), bool(result.tensors)

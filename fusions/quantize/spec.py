@@ -44,5 +44,9 @@ def parse_quantize(text: str | Mapping[str, str] | None) -> dict[str, Scheme]:
         if group in found:
             raise ValueError(f"{group} is given twice")
         if scheme.lower() != "none":
-            found[group] = parse_scheme(scheme)
+            found[group] = made = parse_scheme(scheme)
+            if group == "experts" and made.bits == 4 and made.block_size % 2:
+                raise ValueError(
+                    f"{scheme!r}: experts have two 4-bit numbers in a byte: blocks of an even number of columns"
+                )
     return found
