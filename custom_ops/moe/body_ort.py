@@ -1,9 +1,12 @@
 """The op by ONNX Runtime's own ``com.microsoft::QMoE``, for calls that deltafuse's kernels refuse.
 
 The function is the portable body with one thing changed: the chosen experts are one node of ONNX Runtime's instead of a
-loop. The router stays the body's own, so that the choice is the same to the last bit: QMoE gets ones where an expert is
-chosen and zeros elsewhere to choose by, and the weights in ``router_weights``. It holds weights with an offset, which
-those of the op are given by turning over their sign bits; ONNX Runtime does that once, when it makes the session.
+loop. The router stays the body's own, so that the choice is the same to the last bit. On a CPU, QMoE gets ones where an
+expert is chosen and zeros elsewhere to choose by, and the weights in ``router_weights``. Its GPU kernels do not look at
+that input (seen with ONNX Runtime 1.31.1 on an H200): there ``router_probs`` are the logarithms of the weights, far below
+them where an expert is not chosen, QMoE's softmax gives each weight's share back, and their sum is multiplied in after.
+It holds weights with an offset, which those of the op are given by turning over their sign bits; ONNX Runtime does that
+once, when it makes the session.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ ORT_DOMAIN = "com.microsoft"
 ORT_OP = "QMoE"
 #: The first ONNX Runtime of which it is known that its QMoE takes ``router_weights`` and weights as models hold them.
 MIN_ORT = (1, 32)
+#: What an expert that is not chosen gets to be chosen by: no share of a softmax, in float16 too.
+_NEVER = -1e4
 _BITS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
 
 
@@ -36,6 +41,9 @@ def ort_refusal(config: MoeConfig, dtype: ir.DataType = FLOAT, *, on_gpu: bool =
         return refused
     if on_gpu and dtype == FLOAT:
         return Refusal("ort-type", f"x is float32: {ORT_OP} takes 16 bits on a GPU")
+    if on_gpu and (config.routed_scaling_factor <= 0 or config.norm_eps < 0):
+        numbers = f"routed_scaling_factor {config.routed_scaling_factor}, norm_eps {config.norm_eps}"
+        return Refusal("ort-scale", f"{numbers}: {ORT_OP} takes weights above zero on a GPU")
     kind, size = config.weight_format, config.block_size
     if kind not in _BITS:
         return Refusal("ort-format", f"weight_format {kind}: {ORT_OP} is used with integers of 4 and 8 bits")
@@ -66,17 +74,20 @@ class _OrtBody(_Body):
 
     def __init__(self, config: MoeConfig, dtype: ir.DataType, on_gpu: bool) -> None:
         super().__init__(config, dtype)
-        self.inner = dtype if on_gpu else FLOAT
+        self.on_gpu, self.inner = on_gpu, dtype if on_gpu else FLOAT
 
     def routed(self, b: GraphBuilder, x: ir.Value, ids: ir.Value, weights: ir.Value) -> ir.Value:
         config, own = self.config, self.config.own_experts
         shape = b.concat([b.dim(ids, 0), b.const([config.num_experts])], 0)
         zeros = b.op("Expand", b.const(np.zeros((1, 1), np.float32)), shape)
-        ones = b.op("ConstantOfShape", b.op("Shape", ids), value=ir.tensor(np.ones(1, np.float32)))
-        chosen = b.op("ScatterElements", zeros, ids, ones, axis=1)
         dense = b.op("ScatterElements", zeros, ids, weights, axis=1)
         if config.zero_experts:
-            chosen, dense, given = b.slice(chosen, 1, 0, own), *b.split(dense, [own, config.zero_experts], axis=1)
+            dense, given = b.split(dense, [own, config.zero_experts], axis=1)
+        if self.on_gpu:
+            chosen, total = self._logits(b, dense)
+        else:
+            ones = b.op("ConstantOfShape", b.op("Shape", ids), value=ir.tensor(np.ones(1, np.float32)))
+            chosen = b.slice(b.op("ScatterElements", zeros, ids, ones, axis=1), 1, 0, own)
         operands: list[ir.Value | None] = [self._cast(b, x), self._cast(b, chosen)]
         for name in ("gate_up", "down"):
             operands += [self._stored(b, name), self._cast(b, self._ordered(b, f"{name}_scale"))]
@@ -84,7 +95,8 @@ class _OrtBody(_Body):
             operands.append(self._cast(b, self._ordered(b, f"{name}_bias")) if has_bias else None)
         operands += [None, None, None]
         operands += [self._zeros(b, name) for name in ("gate_up", "down")] if config.has_zero_point else [None, None]
-        operands += [None, self._cast(b, dense)]
+        if not self.on_gpu:
+            operands += [None, self._cast(b, dense)]
         attributes: dict[str, Any] = {
             "k": min(config.top_k, own),
             "activation_type": "swiglu",
@@ -92,7 +104,7 @@ class _OrtBody(_Body):
             "activation_alpha": float(config.activation_alpha),
             "activation_beta": float(config.up_offset),
             "expert_weight_bits": _BITS[config.weight_format],
-            "normalize_routing_weights": 0,
+            "normalize_routing_weights": int(self.on_gpu),
             "weights_prepacked": 0,
             "accuracy_level": 1,
         }
@@ -104,9 +116,19 @@ class _OrtBody(_Body):
         node.outputs[0].name = b.fresh("experts")
         b.nodes.append(node)
         y = b.cast(node.outputs[0], FLOAT)
+        if self.on_gpu:
+            y = b.mul(y, total)
         if config.zero_experts:
             y = b.add(y, b.mul(x, b.sum_last(given)))
         return y
+
+    def _logits(self, b: GraphBuilder, dense: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """What softmax makes each weight's share of, and the weights' sum ``[N, 1]``; a weight of 0 is as if not chosen."""
+        tiny = b.const(float(np.finfo(np.float32).tiny))
+        largest = b.op("Max", b.op("ReduceMax", dense, b.const([-1]), keepdims=1), tiny)
+        shares = b.op("Log", b.op("Max", b.op("Div", dense, largest), tiny))
+        logits = b.op("Where", b.op("Greater", dense, b.const(0.0)), shares, b.const(_NEVER))
+        return logits, b.sum_last(dense)
 
     def _cast(self, b: GraphBuilder, value: ir.Value) -> ir.Value:
         return b.cast(value, self.inner)

@@ -288,13 +288,14 @@ class Bench:
         layer = self.kernels.layer(call)
         self.kernels.prepare(call, layer)
         self.kernels.launch(call, layer, torch.cuda.current_stream().cuda_stream)
-        dense = torch.zeros(tokens, 256, device="cuda")
-        dense.scatter_(1, call.outputs["expert_ids"], call.outputs["expert_weights"])
+        given = call.outputs["expert_weights"]
+        shares = torch.full((tokens, 256), -1e4, device="cuda")
+        shares.scatter_(1, call.outputs["expert_ids"], (given / given.amax(-1, keepdim=True)).log())
         arrays = {k: own[k].cpu().numpy() for k in ("gate_up_weight", "gate_up_scale", "down_weight", "down_scale")}
         output = torch.zeros_like(call.outputs["y"])
         try:
             model = qmoe_model(tokens, arrays, config.top_k, 128, "bfloat16")
-            tensors = {"input": call.tensors["x"], "router_probs": dense.bfloat16(), "router_weights": dense.bfloat16()}
+            tensors = {"input": call.tensors["x"], "router_probs": shares.bfloat16()}
             run = bind(model, tensors, {"output": output})
             run()
             torch.cuda.synchronize()
@@ -303,7 +304,12 @@ class Bench:
             layer.close()
             return
         ours = call.outputs["y"].double()
-        error = float((output.double() - ours).norm() / ours.norm())
+        theirs_sum = output.double() * given.double().sum(-1, keepdim=True)
+        error = float((theirs_sum - ours).norm() / ours.norm())
+        if not error < 3e-2:
+            print(f"QMoE of ONNX Runtime, {tokens} tokens: left out, its result is off ours by {error:.1e}")
+            layer.close()
+            return
         theirs = timed(lambda _: run())
         spent = timed(lambda s: self.kernels.launch(call, layer, s))
         self.note(

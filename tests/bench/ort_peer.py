@@ -66,8 +66,9 @@ def gated_delta_net_model(
 def qmoe_model(tokens: int, weights: dict[str, Any], top_k: int, block_size: int, dtype: str) -> onnx.ModelProto:
     """One QMoE node with int4 SwiGLU experts, gate rows before up rows.
 
-    Inputs: input [tokens, D]; router_probs [tokens, E], by which the best ``top_k`` are chosen; router_weights
-    [tokens, E], what they weigh.
+    Inputs: input [tokens, D]; router_probs [tokens, E], logarithms of weights, far below them where an expert is not
+    chosen: the best ``top_k`` are chosen by them, and softmax gives their weights' shares. (The op's ``router_weights``
+    are not looked at on a GPU, ONNX Runtime 1.31.1.)
 
     Args:
         weights: NumPy arrays gate_up_weight [E, 2I, D / 2] and down_weight [E, D, I / 2], uint8 with two int4 a byte as
@@ -96,7 +97,7 @@ def qmoe_model(tokens: int, weights: dict[str, Any], top_k: int, block_size: int
         "swiglu_fusion": 1,
         "activation_alpha": 1.0,
         "activation_beta": 0.0,
-        "normalize_routing_weights": 0,
+        "normalize_routing_weights": 1,
         "expert_weight_bits": 4,
         "block_size": block_size,
         "weights_prepacked": 0,
@@ -104,12 +105,12 @@ def qmoe_model(tokens: int, weights: dict[str, Any], top_k: int, block_size: int
     names = ["input", "router_probs", "gate_up_weight", "gate_up_scale", "", "down_weight", "down_scale"]
     node = helper.make_node(
         "QMoE",
-        [*names, "", "", "", "", "", "", "", "router_weights"],
+        names,
         ["output"],
         domain="com.microsoft",
         **{name: value for name, value in wanted.items() if name in known},
     )
-    inputs = {"input": [tokens, hidden], "router_probs": [tokens, experts], "router_weights": [tokens, experts]}
+    inputs = {"input": [tokens, hidden], "router_probs": [tokens, experts]}
     graph = helper.make_graph(
         [node],
         "qmoe",

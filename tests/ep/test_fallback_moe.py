@@ -54,9 +54,9 @@ HERE = parse_version(ort.__version__)
 needs_qmoe = pytest.mark.skipif(HERE < MIN_ORT, reason=f"QMoE takes no weights of a router before {MIN_ORT}")
 
 
-def on_ort(model: onnx.ModelProto, optimized: Path | None = None) -> ort.InferenceSession:
+def on_ort(model: onnx.ModelProto, optimized: Path | None = None, *, on_gpu: bool = False) -> ort.InferenceSession:
     """A stock session of the lowered model in which ORT's op is sure to run."""
-    lowered = lower(model.SerializeToString(), [REFUSED], HERE)
+    lowered = lower(model.SerializeToString(), [REFUSED], HERE, on_gpu=on_gpu)
     assert [step.name for step in lowered.changed] == ["moe"], lowered.steps
     if not any(value.name == "y_call" for value in model.graph.value_info):  # which has no shape
         onnx.checker.check_model(onnx.load_from_string(lowered.model))
@@ -100,6 +100,17 @@ def test_the_choice_is_the_same_to_the_last_bit(case: str) -> None:
 
 
 @needs_qmoe
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_form_for_gpus_needs_no_router_weights(name: str) -> None:
+    """GPU kernels leave that input out: what else the node gets makes the weights. Run on a CPU, which has float16 too."""
+    config, rng = TAKEN[name], np.random.default_rng(6)
+    for case in ("normal", "ties", "one-expert"):
+        inputs = draw_inputs(config, (2, 20), rng, case, dtype="float16")
+        running = on_ort(call_model(config, inputs, dtype="float16"), on_gpu=True)
+        check(config, inputs, run(running, config, inputs), "float16", (name, case))
+
+
+@needs_qmoe
 def test_weights_are_changed_once(tmp_path: Path) -> None:
     """When the session is made, not at each call."""
     for name in ("int4", "uint4", "int8-rows", "gpt-oss"):
@@ -129,6 +140,8 @@ def test_weights_are_changed_once(tmp_path: Path) -> None:
         (replace(BASE, block_size=0, has_zero_point=True), False, "those of blocks"),
         (replace(BASE, weight_format="int8"), False, "rounds activations to 8 bits on a CPU"),
         (replace(BASE, weight_format="int8"), True, "rounds activations to 8 bits on a CPU"),
+        (replace(BASE, routed_scaling_factor=-1.0), True, "weights above zero on a GPU"),
+        (replace(BASE, routed_scaling_factor=-1.0), False, ""),
         (BASE, True, ""),
         (replace(BASE, top_k=9), False, "top_k 9"),
     ],
@@ -168,6 +181,7 @@ def test_on_a_gpu_it_computes_in_the_activations_type() -> None:
         function = build_ort_function(TAKEN["gpt-oss"], 20, ir.DataType.BFLOAT16, on_gpu=on_gpu)
         (node,) = (node for node in function if node.op_type == "QMoE")
         casts = [v.producer() for i, v in enumerate(node.inputs) if v is not None and i not in (2, 5)]
+        assert (len(node.inputs) > 14) is not on_gpu  # router_weights, which a GPU's kernels leave out
         assert {cast.attributes["to"].as_int() for cast in casts if cast is not None} == {int(kind)}
 
 

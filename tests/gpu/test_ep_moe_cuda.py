@@ -120,6 +120,8 @@ def test_sessions_share_what_they_pack_from_the_same_bytes() -> None:
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
         entries = quiet()
+        # as deltafuse.session has it: the arena would keep the memory of the weights as they come
+        entries.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         for name, value in options.items():
             entries.add_session_config_entry(f"ep.deltafuseexecutionprovider.{name}", value)
         running = session(call_model(config, weights, dtype="float16"), options=entries)
