@@ -3,8 +3,8 @@
 The function is the portable body with one thing changed: the chosen experts are one node of ONNX Runtime's instead of a
 loop. The router stays the body's own, so that the choice is the same to the last bit. On a CPU, QMoE gets ones where an
 expert is chosen and zeros elsewhere to choose by, and the weights in ``router_weights``. Its GPU kernels do not look at
-that input (seen with ONNX Runtime 1.31.1 on an H200): there ``router_probs`` are the logarithms of the weights, far below
-them where an expert is not chosen, QMoE's softmax gives each weight's share back, and their sum is multiplied in after.
+that input (seen with ONNX Runtime 1.31.1 on an H200): there ``router_probs`` are the logarithms of the weights, and far
+below them where an expert is not chosen; QMoE's softmax gives each weight's share back, whose sum is put in after.
 It holds weights with an offset, which those of the op are given by turning over their sign bits; ONNX Runtime does that
 once, when it makes the session.
 """
@@ -123,7 +123,7 @@ class _OrtBody(_Body):
         return y
 
     def _logits(self, b: GraphBuilder, dense: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """What softmax makes each weight's share of, and the weights' sum ``[N, 1]``; a weight of 0 is as if not chosen."""
+        """What softmax makes each weight's share of, and the weights' sum ``[N, 1]``; a weight of 0 is not chosen."""
         tiny = b.const(float(np.finfo(np.float32).tiny))
         largest = b.op("Max", b.op("ReduceMax", dense, b.const([-1]), keepdims=1), tiny)
         shares = b.op("Log", b.op("Max", b.op("Div", dense, largest), tiny))

@@ -102,7 +102,7 @@ def test_the_choice_is_the_same_to_the_last_bit(case: str) -> None:
 @needs_qmoe
 @pytest.mark.parametrize("name", TAKEN)
 def test_the_form_for_gpus_needs_no_router_weights(name: str) -> None:
-    """GPU kernels leave that input out: what else the node gets makes the weights. Run on a CPU, which has float16 too."""
+    """GPU kernels leave that input out: the others make the weights. Run on a CPU, which has float16 too."""
     config, rng = TAKEN[name], np.random.default_rng(6)
     for case in ("normal", "ties", "one-expert"):
         inputs = draw_inputs(config, (2, 20), rng, case, dtype="float16")
