@@ -69,7 +69,7 @@ def _no_router(view: GraphView, site: Site) -> Refusal:
     what = "by indices that no router of this graph makes"
     if is_op(source, "TopK"):
         what = "by a TopK whose scores are neither a sigmoid nor a softmax of logits"
-    elif source is not None and any(v is not None and view.is_const(v) for v in source.inputs[:1]):
+    elif source is not None and is_op(source, "Gather", "GatherND") and view.is_const(source.inputs[0]):  # type: ignore[arg-type]
         what = "by a table (hash or frozen routing), not by scores"
     return Refusal("routing", f"experts are chosen {what}", site.name)
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ..fuse import Place
 from ..graph import FLOAT_TYPES, GraphView, is_op, rank_of
 from ..region import Region
-from .reader import Reader
+from .reader import MOVES, Reader
 from .router import Router, read_router
 
 #: Values tried as the routed experts' result.
@@ -50,22 +50,59 @@ def find_sites(view: GraphView) -> list[Site]:
 
 
 def _without_router(view: GraphView, order: list[ir.Node], known: set[ir.Value]) -> list[Site]:
-    """Experts' weights that are gathered by indices no router made, one site for each index."""
+    """Experts' weights that are gathered by indices no router made, and loops over experts by such; one site for each
+    index."""
     found: dict[ir.Value, Site] = {}
     for node in order:
-        if not is_op(node, "Gather", "GatherND") or rank_of(node.inputs[0]) != 3:  # type: ignore[arg-type]
-            continue
-        data, index = node.inputs[0], node.inputs[1]
-        if data is None or index is None or not view.is_const(data) or view.is_const(index):
-            continue
-        source = Reader(view).moved(index)
-        if source is None or source in found or not _is_multiplied(view, node.outputs[0]):
-            continue
-        if _made_of(view, source, known):
+        index, form = _gathering(view, node), "gathered"
+        if index is None:
+            index, form = _looked_for(view, node), "loop"
+        source = None if index is None else Reader(view).moved(index)
+        if source is None or source in found or _made_of(view, source, known):
             continue
         name = scope_of(node) or node.name or f"node {view.position[node]}"
-        found[source] = Site(name, "gathered", Region([], [node], []), [node], None, Reader(view), order, source)
+        found[source] = Site(name, form, Region([], [node], []), [node], None, Reader(view), order, source)
     return list(found.values())
+
+
+def _gathering(view: GraphView, node: ir.Node) -> ir.Value | None:
+    """The index by which a node gathers constant matrices that something is multiplied by."""
+    if not is_op(node, "Gather", "GatherND") or rank_of(node.inputs[0]) != 3:  # type: ignore[arg-type]
+        return None
+    data, index = node.inputs[0], node.inputs[1]
+    if data is None or index is None or not view.is_const(data) or view.is_const(index):
+        return None
+    return index if _is_multiplied(view, node.outputs[0]) else None
+
+
+def _looked_for(view: GraphView, node: ir.Node) -> ir.Value | None:
+    """The indices among which a `NonZero` looks for an expert's number, to give its tokens to a product."""
+    value = node.inputs[0] if is_op(node, "NonZero") else None
+    while value is not None:
+        producer = value.producer()
+        if is_op(producer, "Equal") and producer is not None:
+            index = next((v for v in producer.inputs if v is not None and not view.is_const(v)), None)
+            number = any(v is not None and view.is_const(v) for v in producer.inputs)
+            experts = number and index is not None and view.is_integer(index)
+            return index if experts and _reaches_product(view, node.outputs[0]) else None
+        if (
+            not is_op(producer, "Cast", "Gather", "ReduceMax", "ReduceSum", "Slice", "Split", *MOVES)
+            or producer is None
+        ):
+            return None
+        value = producer.inputs[0]
+    return None
+
+
+def _reaches_product(view: GraphView, value: ir.Value, depth: int = 12) -> bool:
+    """Do places lead to rows that are multiplied by constant weights?"""
+    for user in view.users(value):
+        if is_op(user, "MatMul", "Gemm"):
+            return any(v is not None and view.is_const(v) for v in user.inputs[:2])
+        if depth and is_op(user, "Concat", "Gather", "GatherND", "Slice", "Split", *MOVES):
+            if any(_reaches_product(view, v, depth - 1) for v in user.outputs):
+                return True
+    return False
 
 
 def _made_of(view: GraphView, value: ir.Value, known: set[ir.Value], depth: int = 6) -> bool:

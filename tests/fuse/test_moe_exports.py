@@ -99,6 +99,17 @@ def test_refusals_say_what_is_in_the_way(name: str, words: str) -> None:
     assert words in kit.why(report)
 
 
+def test_loops_over_experts_that_no_router_chose_are_said() -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(library.export("moe_where_rows").proto())
+    (last,) = (n for n in model.graph.node if n.op_type == "TopK" and n.name == "node_topk_2__1")
+    del last.attribute[:]
+    last.attribute.append(onnx.helper.make_attribute("largest", 0))
+    report, _ = fused(model)
+    assert [r.form for r in report.regions] == ["loop"]
+    assert "neither a sigmoid nor a softmax" in kit.why(report)
+
+
 def test_an_opset_that_the_body_is_not_written_for_is_said() -> None:
     model = onnx.ModelProto()
     model.CopyFrom(library.export("moe_legacy_stacked").proto())
