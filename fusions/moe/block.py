@@ -105,6 +105,9 @@ def weight_format(slabs: Sequence[Slabs]) -> tuple[str, int, bool] | Refusal:
                     return Refusal("dtype", f"weights {part.source.name!r} are stored as {dtype}")
                 kinds.add(FORMATS[dtype])
                 zeros.add(part.quantized.zero is not None)
+                if part.quantized.block and part.quantized.axis != slab.seen.axes[slab.into]:
+                    along = f"weights {part.source.name!r} share scales along another axis than their input channels"
+                    return Refusal("blocks", along)
             if slab.seen.quantized:
                 blocks.add(block_of(slab))
     if len(kinds) != 1 or len(blocks) > 1 or len(zeros) > 1:

@@ -102,6 +102,13 @@ def test_other_kinds(value: object) -> None:
         model_io.load(value)
 
 
+def test_weights_that_a_caller_may_replace_are_said() -> None:
+    model = small_model()
+    model.graph.input.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [1024]))
+    (warning,) = model_io.load(model).warnings
+    assert "1 of the weights are graph inputs too (such as 'w')" in warning
+
+
 def test_opsets(proto: onnx.ModelProto) -> None:
     for opset in (18, 27):
         assert model_io.load(small_model(opset)).warnings == []

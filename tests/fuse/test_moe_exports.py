@@ -205,6 +205,22 @@ def _dequantized(model: onnx.ModelProto, shape: tuple[int, ...]) -> np.ndarray:
     raise AssertionError("no down projection was found")
 
 
+def test_scales_that_output_channels_share_are_refused_with_a_reason() -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(library.export("moe_int4_dense").proto())
+    tensors = {t.name: t for t in model.graph.initializer}
+    for node in (n for n in model.graph.node if n.op_type == "DequantizeLinear"):
+        settings = {a.name: a for a in node.attribute}
+        axis = settings["axis"].i = 1 - settings["axis"].i % 2
+        dims = list(tensors[node.input[0]].dims)
+        dims[axis] //= settings["block_size"].i
+        tensors[node.input[1]].CopyFrom(numpy_helper.from_array(np.full(dims, 0.1, np.float32), node.input[1]))
+    report, after = fused(model)
+    assert report.count("moe") == 0
+    assert "along another axis than their input channels" in kit.why(report)
+    check_same("moe_int4_dense", model, after)
+
+
 def test_routing_that_others_read_stays() -> None:
     """ids and weights are graph outputs: the router goes on making them beside the fused node."""
     report, after = fused(library.export("moe_routing_shown").proto())
