@@ -71,8 +71,8 @@ def load(source: Any, base_dir: str | os.PathLike[str] | None = None) -> LoadedM
     replaceable = [v.name or "" for v in model.graph.inputs if v.name in model.graph.initializers]
     if replaceable:
         loaded.warnings.append(
-            f"{len(replaceable)} of the weights are graph inputs too (such as {replaceable[0]!r}): a caller may replace "
-            "them, so they are no constants, and blocks that need them as such stay. "
+            f"{len(replaceable)} of the weights are graph inputs too (such as {replaceable[0]!r}): a caller may "
+            "replace them, so they are no constants, and blocks that need them as such stay. "
             "python -m onnxruntime.tools.remove_initializer_from_input takes them out of the inputs"
         )
     check_external_data(model)
