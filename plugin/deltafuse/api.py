@@ -360,7 +360,12 @@ def _statistics(calibration: str | os.PathLike[str], algorithm: str) -> Any:
         seen[found.name] = Seen(found.mean_square, found.samples)
     if algorithm == "auto":
         algorithm = "gptq" if holds_rows else "aware"
-    return Activations(seen, algorithm)
+    made = Activations(seen, algorithm)
+    if not made:
+        raise OptionError(
+            f"calibration: {os.fspath(calibration)} has nothing but zeros and numbers that are not finite"
+        )
+    return made
 
 
 def _check_options(

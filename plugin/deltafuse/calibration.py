@@ -42,7 +42,7 @@ from .errors import DeltaFuseError, OptionError, OutputError
 from .fallback import FOLDER_ENTRY
 from .model_runs import sequence
 from .model_save import check_target
-from .sample_inputs import SampleInputs, open_npz
+from .sample_inputs import NPZ_ERRORS, SampleInputs, open_npz
 from .signature import KEEPS_INDEX, Signature, read_signature
 
 FORMAT, VERSION = "deltafuse-calibration", 1
@@ -166,7 +166,7 @@ def load(path: str | os.PathLike[str]) -> Calibration:
                     _samples(file, number, entry["channels"]),
                 )
             return made
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (*NPZ_ERRORS, KeyError, TypeError) as error:
         if isinstance(error, OptionError):
             raise
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import operator
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -281,12 +283,16 @@ def _as_declared(signature: Signature, name: str, array: Array) -> Array:
     return array
 
 
+#: What reading a .npz file may raise, at any array, where it is damaged or none.
+NPZ_ERRORS = (OSError, ValueError, EOFError, BadZipFile, zlib.error)
+
+
 def open_npz(path: Path) -> NpzFile:
     """A .npz file; its arrays are read when they are asked for.
 
     Raises:
         OptionError: it is a .npy file, or no file of NumPy's.
-        OSError, ValueError, EOFError: it cannot be read.
+        one of ``NPZ_ERRORS``: it cannot be read.
     """
     with path.open("rb") as file:
         start = file.read(6)
@@ -310,5 +316,5 @@ def load_inputs(path: str | os.PathLike[str]) -> Arrays:
             return {name: file[name] for name in file.files}
     except OptionError:
         raise
-    except (OSError, ValueError, EOFError) as error:
+    except NPZ_ERRORS as error:
         raise OptionError(f"{path} cannot be read as a .npz file of arrays: {error}") from error

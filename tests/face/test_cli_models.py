@@ -240,6 +240,12 @@ def test_calibrate_refuses(models: dict[str, Path], tmp_path: Path, path: Path) 
     with pytest.raises(deltafuse.DeltaFuseError, match="no file of calibration statistics: it is no zip archive"):
         load(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", other=np.zeros(3))
+    whole = (tmp_path / "x.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[:-100])
+    with pytest.raises(deltafuse.DeltaFuseError, match="no file of calibration statistics: File is not a zip file"):
+        load(tmp_path / "cut.npz")
+    result = call("calibrate", models["decode"], "-o", tmp_path / "s.npz", "-i", tmp_path / "cut.npz")
+    assert result.exit_code == 2 and "cannot be read as a .npz file" in result.stderr
     with pytest.raises(deltafuse.DeltaFuseError, match="it has no array 'index'; `deltafuse calibrate` writes such"):
         load(tmp_path / "x.npz")
 

@@ -163,6 +163,8 @@ def test_a_calibration_of_another_model_is_refused(path: Path, tmp_path: Path) -
     refused(f"array 'amax.0' is of type <U4, shape ..,.: expected {channels} numbers")
     changed(index=np.array('{"a": 1}'))
     refused("its index names no format and version")
+    np.savez(data, **{n: a if n == "index" else np.full_like(a, np.nan) for n, a in arrays.items()})
+    refused("nothing but zeros and numbers that are not finite")
 
 
 def test_the_command(path: Path, tmp_path: Path) -> None:
