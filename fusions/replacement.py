@@ -156,7 +156,7 @@ def replacement(
         inputs[name] = builder.operand(name, operand, bind, want)
     for name, given in parameters.items():
         inputs[name] = given if isinstance(given, ir.Value) else builder.initializer(name, given)
-    function, node, outputs = op.make_call(candidate, inputs, opset, dtype, state, names(prefix))
+    function, node, outputs = op.make_call(candidate, inputs, opset, dtype, state, prefix)
     for name, value in outputs.items():
         value.name = names(f"{prefix}.{name}")
     builder.result.nodes.append(node)

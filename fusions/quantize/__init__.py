@@ -3,13 +3,14 @@
 from .activations import Activations, Seen
 from .initializers import Sources
 from .passes import Quantize, RaiseOpset
-from .spec import ALGORITHMS, GROUPS, parse_quantize
+from .spec import ALGORITHMS, GROUPS, QuantizeError, parse_quantize
 
 __all__ = [
     "ALGORITHMS",
     "GROUPS",
     "Activations",
     "Quantize",
+    "QuantizeError",
     "RaiseOpset",
     "Seen",
     "Sources",

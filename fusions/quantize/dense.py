@@ -16,6 +16,7 @@ from ...custom_ops.common.scheme import Scheme
 from ..graph import FLOAT_TYPES, attribute_int
 from ..result import QuantizedTensor
 from .initializers import Names, add_initializer
+from .spec import QuantizeError
 
 #: Weights of fewer elements stay as they are.
 MIN_ELEMENTS = 1 << 16
@@ -169,7 +170,10 @@ def _stored_value(
     names: Names,
 ) -> tuple[ir.Value, int, Quantized]:
     """``[K, N]`` in the weight's own type from the quantized ``[N, K]``, the bytes stored, how it was quantized."""
-    found = quantize_matrix(rows, scheme, dtype.numpy(), seen)
+    try:
+        found = quantize_matrix(rows, scheme, dtype.numpy(), seen)
+    except ValueError as error:
+        raise QuantizeError(f"{weight.name}: {error}") from error
     stem = weight.name or "weight"
     stored = np.ascontiguousarray(found.stored.T)
     if found.scale is None:

@@ -17,6 +17,7 @@ from ...custom_ops.moe.spec import DOMAIN, INPUTS, MATRICES, OP_TYPE, PLAIN_FORM
 from ..result import QuantizedTensor
 from .activations import Activations
 from .initializers import Names, Sources, add_initializer
+from .spec import QuantizeError
 
 Log = Callable[[str], None]
 
@@ -64,7 +65,10 @@ def _stack(
 
     found = None
     for scale_dtype in (dtype, ir.DataType.FLOAT):
-        found = quantize_stack(value.const_value, scheme, scale_dtype, spill, statistics, read)
+        try:
+            found = quantize_stack(value.const_value, scheme, scale_dtype, spill, statistics, read)
+        except ValueError as error:
+            raise QuantizeError(f"{value.name}: {error}") from error
         if found is not None:
             break
     if sources is not None:

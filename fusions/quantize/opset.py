@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ...custom_ops.moe.spec import DOMAIN
+from .spec import QuantizeError
 
 
 def raise_opset(model: ir.Model, wanted: int) -> int:
@@ -13,7 +14,7 @@ def raise_opset(model: ir.Model, wanted: int) -> int:
     Functions of fused nodes stay functions: their bodies use no op whose meaning changes between opsets 18 and 27.
 
     Raises:
-        ValueError: it can't be converted.
+        QuantizeError: it can't be converted.
     """
     had = model.opset_imports.get("", 0)
     if had >= wanted:
@@ -27,7 +28,7 @@ def raise_opset(model: ir.Model, wanted: int) -> int:
     try:
         version_converter.convert_version(model, wanted)
     except Exception as error:
-        raise ValueError(f"the model's opset {had} could not be raised to {wanted}: {error}") from error
+        raise QuantizeError(f"the model's opset {had} could not be raised to {wanted}: {error}") from error
     finally:
         model.functions.update(kept)
     if imported is not None:
@@ -35,5 +36,5 @@ def raise_opset(model: ir.Model, wanted: int) -> int:
     for function in kept.values():
         function.opset_imports[""] = model.opset_imports[""]
     if model.opset_imports.get("", 0) < wanted:
-        raise ValueError(f"the model's opset {had} could not be raised to {wanted}: an op of it has no newer form")
+        raise QuantizeError(f"the model's opset {had} could not be raised to {wanted}: an op of it has no newer form")
     return had

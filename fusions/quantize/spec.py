@@ -13,6 +13,10 @@ GROUPS = ("experts", "dense")
 ALGORITHMS = ("nearest", "aware", "gptq")
 
 
+class QuantizeError(ValueError):
+    """A model whose weights can't be stored as asked."""
+
+
 def parse_quantize(text: str | Mapping[str, str] | None) -> dict[str, Scheme]:
     """Schemes by group; empty for None, "" and "none".
 

@@ -69,7 +69,13 @@ __all__ = [
 ]
 
 
+#: Modules that are there without an import of their own.
+_MODULES = ("calibration", "compare", "report_html", "show")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _WHERE:
         raise AttributeError(f"module 'deltafuse' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name], __name__), name)

@@ -104,6 +104,7 @@ def fuse(
     check_not_read(_path(output), read, "the model")
     check_not_read(_path(report), read, "the report")
     pipeline = _pipeline()
+    from .fusions.quantize import QuantizeError
 
     def run(loaded: ir.Model) -> FusionReport:
         if calibration is not None:
@@ -111,9 +112,12 @@ def fuse(
 
             check_fits(calibration, loaded)
         too_new = runtimes.model_refusal(loaded.opset_imports.get("", 0), loaded.ir_version or 0, ort_version)
-        done = pipeline(
-            loaded, verify=verify, target=target, dry_run=dry_run, proof_budget=budget, progress=progress, **options
-        )
+        try:
+            done = pipeline(
+                loaded, verify=verify, target=target, dry_run=dry_run, proof_budget=budget, progress=progress, **options
+            )
+        except QuantizeError as error:
+            raise OptionError(f"quantize: {error}") from error
         if too_new is not None:
             done.warnings.append(too_new.reason)
         if done.quantization is not None and calibration is not None:
@@ -412,7 +416,9 @@ def _missing_text(report: FusionReport, missing: dict[str, tuple[int, int]]) -> 
         reasons = [
             "nothing that looks like " + " or ".join(OPS[op].op_type for op in missing) + " was found beyond that"
         ]
-    return "; ".join(parts) + ". " + "; ".join(reasons)
+    had = report.already_fused
+    came = [f"what the model came with does not count ({op}={had[op]})" for op in missing if had.get(op)]
+    return "; ".join(parts) + ". " + "; ".join([*reasons, *came])
 
 
 def _write(report: FusionReport, output: Path, source: model_io.LoadedModel, progress: Progress | None) -> None:

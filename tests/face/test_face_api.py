@@ -244,3 +244,8 @@ def test_failures_on_valid_models_stay_themselves(pipeline: FakePipeline, path: 
     for source, how in ((path, {}), (ir.load(path), {}), (outside, {"base_dir": path.parent})):
         with pytest.raises(KeyError):
             deltafuse.fuse(source, **how)  # type: ignore[arg-type]
+
+
+def test_modules_are_there_without_an_import() -> None:
+    code = "import deltafuse; print(deltafuse.compare.compare, deltafuse.show.print_report, deltafuse.calibration.load)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -43,6 +43,22 @@ def test_fuse_quantizes_and_reports(path: Path, tmp_path: Path) -> None:
     assert deltafuse.fuse(path).quantization is None
 
 
+def test_weights_that_are_not_finite_are_said(path: Path) -> None:
+    for name, groups in (("layer0.down_weight", "experts=int4:128"), ("layer0.in", "dense=int8:128")):
+        model = onnx.load(path)
+        (tensor,) = (t for t in model.graph.initializer if t.name == name)
+        array = onnx.numpy_helper.to_array(tensor).copy()
+        array.flat[3] = np.nan
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, name))
+        with pytest.raises(OptionError, match=f"quantize: {name}: weights are not all finite"):
+            deltafuse.fuse(model, quantize=groups)
+
+
+def test_fused_nodes_that_a_model_came_with_do_not_count(path: Path) -> None:
+    with pytest.raises(deltafuse.RequirementError, match=r"what the model came with does not count \(moe=1\)"):
+        deltafuse.fuse(path, require={"moe": 1})
+
+
 def test_the_portable_target_is_quantized_too(path: Path) -> None:
     done = deltafuse.fuse(path, target="portable", quantize="experts=int8:channel")
     assert done.model is not None and not done.model.functions
