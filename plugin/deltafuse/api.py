@@ -424,7 +424,11 @@ def _missing_text(report: FusionReport, missing: dict[str, tuple[int, int]]) -> 
 def _write(report: FusionReport, output: Path, source: model_io.LoadedModel, progress: Progress | None) -> None:
     assert report.model is not None
     start = time.perf_counter()
-    saved = model_save.save(report.model, output, source=source.path, keep=source.data_files, progress=progress)
+    # weights made anew, as all quantized ones are, are no longer read from the files that they come from
+    external = True if source.data_files else None
+    saved = model_save.save(
+        report.model, output, source=source.path, keep=source.data_files, progress=progress, external=external
+    )
     report.output = str(saved.path)
     report.output_bytes = saved.bytes
     report.output_data = str(saved.data_path) if saved.data_path else ""

@@ -43,6 +43,14 @@ def test_fuse_quantizes_and_reports(path: Path, tmp_path: Path) -> None:
     assert deltafuse.fuse(path).quantization is None
 
 
+def test_weights_stay_external_where_they_were(path: Path, tmp_path: Path) -> None:
+    outside, output = tmp_path / "outside.onnx", tmp_path / "out.onnx"
+    onnx.save(onnx.load(path), outside, save_as_external_data=True, location="outside.data")
+    done = deltafuse.fuse(outside, output, quantize="experts=int4:128,dense=int8:128")
+    assert done.output_data == f"{output}.data"
+    assert output.stat().st_size < 0.1 * done.output_data_bytes
+
+
 def test_weights_that_are_not_finite_are_said(path: Path) -> None:
     for name, groups in (("layer0.down_weight", "experts=int4:128"), ("layer0.in", "dense=int8:128")):
         model = onnx.load(path)
