@@ -32,7 +32,7 @@ from .block import (
 from .forms import Routed, read_routed
 from .op import MOE
 from .reader import Reader
-from .router import Router, low_bias, narrow_scores
+from .router import Router, low_bias, other_scores
 from .sites import Site, cuts
 from .slabs import Slab
 from .tail import End, read_ends
@@ -86,9 +86,9 @@ def describe(router: Router) -> str:
 def _candidates(
     view: GraphView, site: Site, reader: Reader, router: Router, routed: Routed, value: ir.Value
 ) -> Iterator[MoeCandidate] | Refusal:
-    narrow = narrow_scores(router)
-    if narrow is not None:
-        return Refusal("router-type", f"{narrow}: the op's are float32, and would choose other experts", site.name)
+    other = other_scores(router)
+    if other is not None:
+        return Refusal("router-type", f"{other}: the op's are float32, and would choose other experts", site.name)
     low = low_bias(reader, router)
     if low is not None:
         return Refusal("groups", low, site.name)

@@ -209,13 +209,18 @@ def low_bias(r: Reader, router: Router) -> str | None:
     return f"a bias of {lowest:g} puts choices below {groups.least:g}, which those of groups that do not stay become"
 
 
-def narrow_scores(router: Router) -> str | None:
-    """Which of the router's numbers has 16 bits; None where all that decide are float32."""
+def other_scores(router: Router) -> str | None:
+    """Which of the router's numbers has 16 bits or 64; None where all that decide are float32.
+
+    Sigmoids of large logits are equal in float32 and not in float64. A softmax's scores have no such bound.
+    """
     half = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     if router.by_logits and router.bias is None:
         return None  # 16-bit logits are an operand of the op as they are, and are chosen from in the same order
+    saturates = router.function == "sigmoid" and not router.by_logits
     for what, value in (("scores", router.scores), ("choices", router.choice)):
-        if value.dtype in half:
+        finer = router.bias is not None or router.groups is not None or (what == "scores" and saturates)
+        if value.dtype in half or (value.dtype == ir.DataType.DOUBLE and finer):
             return f"the {what} {value.name!r} are {str(value.dtype).lower()}"
     if router.narrowing is not None:
         return f"{router.narrowing.name!r} rounds scores or choices to 16 bits"

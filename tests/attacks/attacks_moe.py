@@ -193,6 +193,7 @@ ATTACKS: dict[str, Attack] = {
         FORM,
     ),
     "scores within bounds": Attack(Moe(scores=clip(0.0, 1.0)), "none"),
+    "all in float64": Attack(Moe(dtype=np.float64), "router-type", "double"),
     "logits within bounds": Attack(Moe(logits=clip(-1e3, 1e3))),
     "weights within bounds": Attack(Moe(weights=clip(0.0, 1e4)), "experts", FORM),
     "numbers in int8": Attack(Moe(ids=through(TensorProto.INT8, TensorProto.INT64)), "experts", FORM),
