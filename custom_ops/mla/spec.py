@@ -204,6 +204,8 @@ class MlaConfig:
             )
         if not math.isfinite(self.scale):
             return Refusal("scale", f"scale {self.scale} is not finite")
+        if not 0.0 <= self.kv_norm_eps < math.inf:
+            return Refusal("eps", f"kv_norm_eps {self.kv_norm_eps}: 0 or more expected")
         allowed: dict[str, tuple[Any, ...]] = {
             "rope": ROPES,
             "causal": (0, 1),

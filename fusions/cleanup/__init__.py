@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..passes import Pass
+from .branches import InlineBranches
 from .casts import RemoveIdleCasts
 from .constants import FoldConstants, LiftConstants
 from .expands import SpellExpands
@@ -31,6 +32,7 @@ def cleanup_passes() -> list[Pass]:
         FoldConstants(),
         InferTypes("infer-types-again"),  # shapes that were computed are constants now
         FoldConstants("fold-constants-again"),
+        InlineBranches(),
         SpellSizes(),
         SpellExpands(),
         RemoveUnitFactors(),

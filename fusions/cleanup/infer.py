@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from ..dims import symbol
+from ..graph import is_op
 from ..passes import Pass
 from ..result import PassReport
 
@@ -68,6 +70,52 @@ def infer(model: ir.Model) -> str:
     for value, promise in promised:
         value.shape = promise
     return stopped
+
+
+def infer_open(model: ir.Model) -> None:
+    """Infer anew the shapes that have sizes which an inference before gave names of its own: what was computed then may
+    be constant now. Where nothing better is found, these sizes have no name any more."""
+    _infer_open(model)
+    if _keep_uncut(model):
+        _infer_open(model)
+
+
+def _keep_uncut(model: ir.Model) -> bool:
+    """Say the sizes of axes that a `Slice` does not cut: inference gives none where it does not know the others."""
+    changed = False
+    for node in model.graph:
+        axes = node.inputs[3] if is_op(node, "Slice") and len(node.inputs) > 3 else None
+        source, result = node.inputs[0] if node.inputs else None, node.outputs[0]
+        tensor = None if axes is None else axes.const_value
+        if tensor is None or source is None or source.shape is None or result.is_graph_output():
+            continue
+        rank = len(source.shape)
+        cut = {int(a) % rank for a in tensor.numpy().reshape(-1)}
+        before = [None] * rank if result.shape is None else [None if is_inferred(d) else d for d in result.shape]
+        dims = [
+            b if b is not None or i in cut else d for i, (b, d) in enumerate(zip(before, source.shape, strict=True))
+        ]
+        if dims != before:
+            result.shape, changed = ir.Shape(dims), True
+    return changed
+
+
+def _infer_open(model: ir.Model) -> None:
+    open_: dict[ir.Value, ir.Shape] = {}
+    for value in (v for n in model.graph for v in n.outputs):
+        if value.shape is not None and any(is_inferred(d) for d in value.shape) and not value.is_graph_output():
+            open_[value] = ir.Shape([None if is_inferred(d) else d for d in value.shape])
+            value.shape = None
+    if open_:
+        infer(model)
+    for value, shape in open_.items():
+        if value.shape is None:
+            value.shape = shape
+
+
+def is_inferred(dim: int | ir.SymbolicDim | None) -> bool:
+    """Is it a size that onnx's inference gave a name of its own?"""
+    return str(symbol(dim) or "").startswith("unk__")
 
 
 def _unknown(model: ir.Model) -> int:

@@ -15,7 +15,7 @@ from ..graph import is_op
 from ..passes import Pass
 from ..result import PassReport
 from .constants import FoldConstants
-from .infer import infer
+from .infer import infer, infer_open
 
 #: What one size tells may tell another.
 ROUNDS = 4
@@ -28,6 +28,7 @@ class SpellSizes(Pass):
     needs = frozenset({"folded"})
 
     def run(self, model: ir.Model, report: PassReport) -> None:
+        infer_open(model)
         for _ in range(ROUNDS):
             told: dict[str, int] = {}
             for node in model.graph:
@@ -41,6 +42,7 @@ class SpellSizes(Pass):
             if not told and not folded.matched:
                 break
             report.matched += len(told) + folded.matched
+            infer_open(model)
             infer(model)
         report.changed = report.matched > 0
 

@@ -9,12 +9,13 @@ import numpy as np
 import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
-from ..graph import GraphView, is_op, rank_of, static_dims
+from ..graph import GraphView, attribute_string, is_op, rank_of, static_dims
 from .caches import Cache, read_cache
 from .core import Core
 from .flow import Flow, channels_of
 from .linear import Lin, of_dim
-from .parts import End, Latent, ends_of, is_quantized
+from .masks import Places
+from .parts import End, Latent, einsum_labels, ends_of, is_quantized
 from .symbolic import Symbolic
 from .ways import Ways, absorbed_ways, expanded_ways
 
@@ -59,7 +60,7 @@ def read_block(view: GraphView, symbolic: Symbolic, core: Core) -> Block | Refus
     ends = ends_of(view, core)
     if ends[0].weights:
         found = absorbed_ways(view, core, ends[0])
-    elif len(core.products) == 1:
+    elif len(core.products) <= 2:
         found = expanded_ways(view, core, ends[0])
     else:
         return None
@@ -75,11 +76,13 @@ def _block(view: GraphView, symbolic: Symbolic, core: Core, end: End, ways: Ways
     if isinstance(sizes, Refusal):
         return sizes
     heads, nope, rope, value = sizes
+    core.queries_at = _queries_at(core, heads)
     if ways.order not in ("heads", "split") and any(is_quantized(w) for w in ways.weights):
         return Refusal(
             "quantized", "quantized weights of keys and values that are not stored head by head in front of a MatMul"
         )
-    scale = ways.scale * ((nope + rope) ** -0.5 if core.default_scale else core.scale)
+    width = (ways.rank if end.weights else nope) + rope  # of what the attention itself multiplies
+    scale = ways.scale * (width**-0.5 if core.default_scale else core.scale)
     factors = list(ways.q.factors)
     q_scales = [f for f in factors if channels_of_factor(ways.q, f) == 1]
     factors = [f for f in factors if f not in q_scales]
@@ -115,6 +118,23 @@ def _block(view: GraphView, symbolic: Symbolic, core: Core, end: End, ways: Ways
     )
     block.explained = {*core.explained, *ways.latent.nodes, *end.explained, *(cache.nodes if cache else ())}
     return block
+
+
+def _queries_at(core: Core, heads: int) -> int:
+    """The queries' axis in the scores, from the last."""
+    for node in core.scored:
+        if not is_op(node, "Einsum"):
+            continue
+        left, right = attribute_string(node, "equation", "").replace(" ", "").split("->")
+        terms, dims = left.split(","), static_dims(node.outputs[0])
+        if len(right) != 4 or len(terms) != 2:
+            continue
+        shared = [i for i in (1, 2) if all(right[i] in term for term in terms)]
+        if not shared and dims is not None and len(dims) == 4:  # all heads share their keys
+            shared = [i for i in (1, 2) if dims[i] == heads]
+        if len(shared) == 1:
+            return 1 + shared[0]
+    return 2
 
 
 def channels_of_factor(flow: Flow, root: ir.Value) -> int | None:
@@ -169,11 +189,14 @@ def _q_channels(q: ir.Value) -> int | None:
 
 def _heads(core: Core, end: End) -> tuple[int | None, int | None]:
     """(heads, value width) from the attention's output."""
-    for value, layout in ((core.o, "BHSD"), (end.x, end.layout)):
+    product = core.o.producer()
+    einsum = product is not None and is_op(product, "Einsum")
+    own = einsum_labels(product) if einsum and product is not None else "BHSD"
+    for value, layout in ((core.o, own), *(() if einsum else ((end.x, end.layout),))):
         dims = static_dims(value)
         if dims is not None and len(dims) == 4 and layout in ("BHSD", "BSHD"):
             heads = dims[1 if layout == "BHSD" else 2]
-            if heads is not None and dims[3] is not None and not is_op(core.o.producer(), "Einsum"):
+            if heads is not None and dims[3] is not None:
                 return heads, dims[3]
     for flat in (core.o, core.v):
         dims = static_dims(flat)
@@ -182,11 +205,11 @@ def _heads(core: Core, end: End) -> tuple[int | None, int | None]:
     return None, None
 
 
-def places(block: Block) -> tuple[Lin, Lin]:
-    """Where the first query stands among the keys, and how many queries there are."""
+def places(block: Block) -> Places:
+    """Where the queries stand among the keys."""
     q_dims = block.q.shape
     assert q_dims is not None
     tokens = of_dim(q_dims[1] if len(q_dims) >= 3 else q_dims[0], block.q, 1)
     if len(q_dims) == 4 and q_dims[1] == block.heads:
         tokens = of_dim(q_dims[2], block.q, 2)
-    return (Lin(0) if block.cache is None else block.cache.length), tokens
+    return Places(Lin(0) if block.cache is None else block.cache.length, tokens, block.core.queries_at)

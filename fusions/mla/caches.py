@@ -10,7 +10,7 @@ from ...custom_ops.common.refusal import Refusal
 from ..candidate import Operand, Piece, Result
 from ..graph import GraphView, rank_of, static_dims
 from .core import Core
-from .elements import Unknown
+from .elements import Element, Unknown, put
 from .flow import Flow, Join
 from .linear import Lin, Look, axis, of_dim
 from .parts import Latent
@@ -139,12 +139,14 @@ def _with_length(symbolic: Symbolic, kind: str, joins: list[Join]) -> Cache | Re
         places = [symbolic(j.index) for j in joins]
     except Unknown:
         return _unclear("are made in a way that has no closed form")
-    element = places[0].element
-    if any(p.element != element for p in places) or not isinstance(element, Lin):
+    # as in an index of ScatterND, [tokens, 1]
+    elements = [_moved(p.element, j.along) for p, j in zip(places, joins, strict=True)]
+    element = elements[0]
+    if any(e != element for e in elements) or not isinstance(element, Lin):
         return _unclear("are not the same for keys and values")
     start = element.put({"@2": Lin(0)})
     steps = element - start
-    if steps != axis(2) and not (steps == Lin(0) and places[0].shape[0].number == 1):
+    if steps != axis(2) and not (steps == Lin(0) and places[0].shape[-first.along].number == 1):
         source = next((a.value.name for a, _ in element.terms if isinstance(a, Look)), None)
         if source is None:
             return _unclear("do not rise by one")
@@ -157,6 +159,11 @@ def _with_length(symbolic: Symbolic, kind: str, joins: list[Join]) -> Cache | Re
         return _unclear(f"start at one of several entries of {value.name!r}")
     nodes = {n for j in joins if j.index is not None for n in symbolic.nodes_of(j.index)}
     return Cache(kind, start, lengths=value, nodes=nodes)
+
+
+def _moved(element: Element, along: int) -> Element:
+    """An element of an index whose tokens lie along an axis, that axis counted as the last but one."""
+    return put(element, {f"@{along}": axis(2)}) if along != 2 else element
 
 
 def _unclear(why: str) -> Refusal:

@@ -96,11 +96,13 @@ def _mask(candidate: Candidate, batch: int, tokens: int, keys: int, rng: np.rand
     config = candidate.config
     piece = candidate.operands["attn_mask"].pieces[0]
     rows = batch if "batch" in piece.axes else 1
-    queries = tokens if piece.axes[-2:][0] == "tokens" and len(piece.axes) == 4 else 1
+    order = piece.permutation or (0, 1, 2, 3)
+    queries = tokens if len(piece.axes) == 4 and piece.axes[order[2]] == "tokens" else 1
     heads = 1
     dims = piece.value.shape
-    if len(piece.axes) == 4 and dims is not None and isinstance(dims[1], int):
-        heads = dims[1]
+    if len(piece.axes) == 4 and dims is not None:
+        each = dims[order[1]]
+        heads = each if isinstance(each, int) else 1
     shape = (rows, heads, queries, keys)
     kept = rng.random(shape) < 0.7
     if config.causal and config.window:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 
 import onnx_ir as ir
 
@@ -39,6 +40,8 @@ class Core:
     default_scale: bool = False
     product: ir.Node | None = None  # of the probabilities and the values
     heads: int = 0  # where the attention says it
+    scored: list[ir.Node] = field(default_factory=list)  # the products that make the scores
+    queries_at: int = 2  # the queries' axis in the scores, from the last: 3 for [batch, queries, heads, keys]
 
 
 def is_anchor(node: ir.Node) -> bool:
@@ -116,7 +119,7 @@ def _softmax(view: GraphView, node: ir.Node) -> Core | Refusal | None:
     return core if _after(view, core, node.outputs[0]) else None
 
 
-def _is_product(view: GraphView, value: ir.Value | None) -> bool:
+def leads_to_product(view: GraphView, value: ir.Value | None) -> bool:
     """Leads it, through masks and scales, to a product of two computed values?"""
     for _ in range(16):
         producer = None if value is None else value.producer()
@@ -125,9 +128,9 @@ def _is_product(view: GraphView, value: ir.Value | None) -> bool:
         if is_product(producer):
             return view.weight_of(producer) is None
         if is_op(producer, "Where"):
-            return _is_product(view, producer.inputs[1]) or _is_product(view, producer.inputs[2])
+            return leads_to_product(view, producer.inputs[1]) or leads_to_product(view, producer.inputs[2])
         if is_op(producer, "Add"):
-            return _is_product(view, producer.inputs[0]) or _is_product(view, producer.inputs[1])
+            return leads_to_product(view, producer.inputs[0]) or leads_to_product(view, producer.inputs[1])
         if is_op(producer, "Mul", "Div"):
             value = producer.inputs[1] if view.scalar(producer.inputs[0]) is not None else producer.inputs[0]
         elif is_op(producer, "Cast", "Identity", "Reshape", "Tanh", "Unsqueeze", "Squeeze"):
@@ -149,7 +152,7 @@ def _before(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
             value = producer.inputs[0]
         elif is_op(producer, "Tanh"):
             return Refusal("softcap", "attention with a soft cap on its scores", producer.name or "")
-        elif is_op(producer, "Mul", "Div") and (found := _scaled(view, producer)) is not None:
+        elif is_op(producer, "Mul", "Div") and (found := scaled(view, producer)) is not None:
             core.explained.add(producer)
             value, factor = found
             core.scale *= factor
@@ -158,7 +161,7 @@ def _before(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
             a, b = producer.inputs
             if a is None or b is None:
                 return None
-            sides = [_is_product(view, a), _is_product(view, b)]
+            sides = [leads_to_product(view, a), leads_to_product(view, b)]
             if all(sides):
                 return _products(view, core, value)
             if not any(sides):
@@ -173,7 +176,7 @@ def _before(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
             if cond is None or yes is None or no is None:
                 return None
             least = view.scalar(no)
-            if least is None or least > nothing(no.dtype) or not _is_product(view, yes):
+            if least is None or least > nothing(no.dtype) or not leads_to_product(view, yes):
                 return Refusal("mask", "a mask that is not understood", producer.name or "")
             core.explained.add(producer)
             core.terms.append(MaskTerm("keep", cond))
@@ -183,13 +186,14 @@ def _before(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
     return None
 
 
-def _scaled(view: GraphView, node: ir.Node) -> tuple[ir.Value, float] | None:
+def scaled(view: GraphView, node: ir.Node) -> tuple[ir.Value, float] | None:
+    """What a product with a number multiplies, and the number."""
     a, b = node.inputs
     factor = view.scalar(b)
-    if a is not None and factor:
+    if a is not None and factor and isfinite(factor):
         return a, (1.0 / factor if node.op_type == "Div" else factor)
     factor = view.scalar(a)
-    if b is not None and factor and node.op_type == "Mul":
+    if b is not None and factor and isfinite(factor) and node.op_type == "Mul":
         return b, factor
     return None
 
@@ -218,6 +222,7 @@ def _products(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
             if producer.op_type == "Einsum" and "->" not in attribute_string(producer, "equation", ""):
                 return Refusal("einsum", "an Einsum without an explicit result", producer.name or "")
             core.products.append((a, b))
+            core.scored.append(producer)
     return None
 
 

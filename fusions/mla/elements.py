@@ -187,6 +187,11 @@ def bound(place: Lin, size: Lin) -> Lin:
     raise Unknown("a bound that may lie past the end")
 
 
+def place(bound_: Lin, size: Lin) -> Lin:
+    """A slice's bound in a table, where sizes are trusted not to lie past its end."""
+    return bound_ if bound_.terms and bound_.at_least_zero() else bound(bound_, size)
+
+
 def combine(a: Element, b: Element, change: Callable[[Element, Element], Element]) -> Element:
     if isinstance(a, Choice):
         return choose(a.cond, combine(a.yes, b, change), combine(a.no, b, change))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import isfinite
 
 import onnx_ir as ir
 
@@ -15,7 +16,8 @@ _MOVES = frozenset("Cast Expand Flatten Identity Neg Reshape Slice Split Squeeze
 
 @dataclass(frozen=True)
 class Join:
-    """New tokens are joined to a cache: ``present = [past, new]`` along ``axis``, or written into it at ``index``."""
+    """New tokens are joined to a cache: ``present = [past, new]`` along ``axis``, or written into it at ``index``, the
+    axis of whose tokens is ``along``, counted from the last."""
 
     node: ir.Node
     past: ir.Value
@@ -23,6 +25,7 @@ class Join:
     present: ir.Value
     axis: int
     index: ir.Value | None = None
+    along: int = 2
 
 
 @dataclass
@@ -151,6 +154,21 @@ def walk(view: GraphView, start: ir.Value) -> Flow:
     return found
 
 
+def joined(flows: list[Flow]) -> Flow:
+    """Several walks as one."""
+    if len(flows) == 1:
+        return flows[0]
+    found = Flow()
+    for flow in flows:
+        found.leaves |= flow.leaves
+        found.factors |= flow.factors
+        found.joins += [j for j in flow.joins if j not in found.joins]
+        found.weights += flow.weights
+        found.nodes |= flow.nodes
+        found.lost = found.lost or flow.lost
+    return found
+
+
 def _whole(found: Flow) -> None:
     """A part of a leaf, such as half of a rotary key, is no leaf beside it."""
     for leaf in list(found.leaves):
@@ -167,7 +185,7 @@ def _product(view: GraphView, node: ir.Node, found: Flow) -> list[tuple[ir.Value
         return []
     for data, other in ((a, b), (b, a)):
         scalar = view.scalar(other)
-        if scalar:
+        if scalar and isfinite(scalar):
             if is_op(node, "Div"):
                 return [(data, 1.0 / scalar)] if other is b else []
             return [(data, scalar)]
@@ -257,9 +275,12 @@ def join_of(view: GraphView, node: ir.Node) -> Join | None:
 def write_of(view: GraphView, node: ir.Node) -> Join | None:
     """New tokens written into a cache that comes from outside, at places along one axis.
 
-    ScatterND writes along the first axis, so the exporter turns the tokens' axis there and back.
+    ScatterND writes along the first axis, so the exporter turns the tokens' axis there and back. ScatterElements writes
+    along any, with a place for each element.
     """
     data, index, new = node.inputs[:3]
+    if is_op(node, "ScatterElements"):
+        return _write_elements(view, node)
     if not is_op(node, "ScatterND") or data is None or index is None or new is None:
         return None
     there = data.producer()
@@ -278,6 +299,17 @@ def write_of(view: GraphView, node: ir.Node) -> Join | None:
         if list(fresh.attributes["perm"].as_ints()) == order:
             new = fresh.inputs[0]
     return Join(node, past, new, back.outputs[0], order[0], index)
+
+
+def _write_elements(view: GraphView, node: ir.Node) -> Join | None:
+    past, index, new = node.inputs[:3]
+    rank = None if past is None else rank_of(past)
+    if past is None or index is None or new is None or rank is None or past.producer() is not None:
+        return None
+    axis = attribute_int(node, "axis", 0) % rank
+    if view.is_const(past) or axis in (0, rank - 1) or attribute_string(node, "reduction", "none") != "none":
+        return None
+    return Join(node, past, new, node.outputs[0], axis, index, rank - axis)
 
 
 def _undoes(node: ir.Node, order: list[int]) -> bool:

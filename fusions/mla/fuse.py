@@ -22,6 +22,7 @@ from .core import Core, is_anchor, read_core
 from .equal import merge_equal
 from .lengths import spell_lengths
 from .op import MLA
+from .plain import Plain
 from .recognise import candidates, readable_masks
 from .sizes import size_refusal
 from .symbolic import Symbolic
@@ -50,7 +51,10 @@ class FuseMla(FusePass):
         if any(is_anchor(n) for n in model.graph):
             merge_equal(model.graph)
             spell_lengths(model.graph)
+            plain = Plain(model.graph)
+            plain.make()
             super().run(model, report)
+            plain.restore()
 
     def places(self, view: GraphView) -> list[Place]:
         found: list[Place] = []

@@ -134,7 +134,9 @@ def mask_piece(block: Block, mask: Mask) -> Piece | None:
         return None
     if len(dims) != 4:
         return None
-    rows = None if dims[2] == 1 else "tokens"
+    rows = None if dims[4 - block.core.queries_at] == 1 else "tokens"
+    if block.core.queries_at == 3:
+        return Piece(value, (0, 2, 1, 3), axes=(_batch(dims[0]), rows, None, keys))
     return Piece(value, axes=(_batch(dims[0]), None, rows, keys))
 
 

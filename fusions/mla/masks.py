@@ -52,6 +52,16 @@ class Mask:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where queries stand: ``offset``, the first one's place among the keys; ``tokens``, how many there are;
+    ``axis``, theirs in the scores, counted from the last."""
+
+    offset: Lin
+    tokens: Lin
+    axis: int = 2
+
+
 class _NoClosedForm(Exception):
     pass
 
@@ -61,24 +71,21 @@ def read_masks(
     symbolic: Symbolic,
     terms: list[MaskTerm],
     causal: bool,
-    offset: Lin,
-    tokens: Lin,
+    where: Places,
 ) -> list[Mask]:
     """Readings of a block's masks, likeliest first.
 
     Args:
         causal: the attention is causal by itself (an attribute).
-        offset: the first query's place among the keys.
-        tokens: how many queries there are.
     """
     found: list[Mask] = []
     try:
-        found.append(_closed(view, symbolic, terms, causal, offset, tokens))
+        found.append(_closed(view, symbolic, terms, causal, where))
     except _NoClosedForm:
         pass
     if not terms:
         return found
-    mixed = _mixed(view, symbolic, terms, causal, offset, tokens)
+    mixed = _mixed(view, symbolic, terms, causal, where)
     if mixed is not None and not found:
         found.append(mixed)
     if len(terms) == 1:
@@ -93,9 +100,7 @@ def read_masks(
     return found
 
 
-def _mixed(
-    view: GraphView, symbolic: Symbolic, terms: list[MaskTerm], causal: bool, offset: Lin, tokens: Lin
-) -> Mask | None:
+def _mixed(view: GraphView, symbolic: Symbolic, terms: list[MaskTerm], causal: bool, where: Places) -> Mask | None:
     """Masks of several parts, all but one in closed form: that one, padding as a rule, stays a small operand."""
     parts: list[MaskTerm] = []
     nodes: set[ir.Node] = set()
@@ -107,14 +112,14 @@ def _mixed(
     rest: list[MaskTerm] = []
     for part in parts:
         try:
-            closed = _closed(view, symbolic, [part], True, offset, tokens)  # causal: a window alone is none
+            closed = _closed(view, symbolic, [part], True, where)  # causal: a window alone is none
         except _NoClosedForm:
             closed = None
         (rest if closed is None or closed.operand is not None else known).append(part)
     if len(rest) != 1 or not known or len(rest[0].value.shape or ()) != 4:
         return None
     try:
-        made = _closed(view, symbolic, known, causal, offset, tokens)
+        made = _closed(view, symbolic, known, causal, where)
     except _NoClosedForm:
         return None
     operand = rest[0]
@@ -216,11 +221,11 @@ def _conditions(cond: Cond) -> list[Cond]:
     return list(cond.parts) if cond.kind == "and" else [] if cond.kind == "true" else [cond]
 
 
-def _closed(view: GraphView, symbolic: Symbolic, terms: list[MaskTerm], causal: bool, offset: Lin, tokens: Lin) -> Mask:
+def _closed(view: GraphView, symbolic: Symbolic, terms: list[MaskTerm], causal: bool, where: Places) -> Mask:
     found = Mask(int(causal))
     looked: dict[tuple[ir.Value, bool], None] = {}
     for term in terms:
-        constant = _frozen(view, term, offset, tokens)
+        constant = _frozen(view, term, where)
         if constant is not None:
             _merge(found, *constant)
             continue
@@ -234,7 +239,7 @@ def _closed(view: GraphView, symbolic: Symbolic, terms: list[MaskTerm], causal: 
             raise _NoClosedForm from None
         found.nodes |= symbolic.nodes_of(term.value)
         for part in _conditions(cond):
-            _condition(view, found, part, offset, tokens, looked)
+            _condition(view, found, part, where, looked)
     if len(looked) > 1:
         raise _NoClosedForm
     if looked:
@@ -265,12 +270,12 @@ def _condition(
     view: GraphView,
     found: Mask,
     cond: Cond,
-    offset: Lin,
-    tokens: Lin,
+    where: Places,
     looked: dict[tuple[ir.Value, bool], None],
 ) -> None:
     """One condition that a key must meet."""
-    query, key = (axis(2) if tokens.number != 1 else Lin(0)) + offset, axis(1)
+    one = where.tokens.number == 1
+    query, key = (Lin(0) if one else axis(where.axis)) + where.offset, axis(1)
     if cond.kind == "le":
         ahead = (cond.lin - (key - query)).number
         behind = (cond.lin - (query - key)).number
@@ -280,7 +285,7 @@ def _condition(
         if behind is not None and behind <= 0:  # query - key <= -behind
             _merge(found, 0, 1 - behind)
             return
-        if ahead is not None and ahead < 0 and tokens.number != 1:
+        if ahead is not None and ahead < 0 and not one:
             raise _NoClosedForm  # it sees ahead
     inner = cond.parts[0] if cond.kind == "not" else None
     if inner is not None and inner.kind == "eq" and len(inner.lin.terms) == 1 and inner.lin.const == 0:
@@ -294,13 +299,15 @@ def _condition(
     raise _NoClosedForm
 
 
-def _frozen(view: GraphView, term: MaskTerm, offset: Lin, tokens: Lin) -> tuple[int, int] | None:
+def _frozen(view: GraphView, term: MaskTerm, where: Places) -> tuple[int, int] | None:
     """(causal, window) of a constant mask [..., tokens, keys] of a frozen graph."""
-    if not view.is_const(term.value) or offset.number is None or tokens.number is None:
+    offset, tokens = where.offset.number, where.tokens.number
+    if not view.is_const(term.value) or offset is None or tokens is None:
         return None
     array = view.array(term.value)
-    if array is None or array.ndim < 2:
+    if array is None or array.ndim < where.axis:
         return None
+    array = np.moveaxis(array, -where.axis, -2)
     tables: np.ndarray = array.reshape(-1, array.shape[-2], array.shape[-1])
     if not bool(np.all(tables == tables[:1])):
         return None
@@ -311,9 +318,9 @@ def _frozen(view: GraphView, term: MaskTerm, offset: Lin, tokens: Lin) -> tuple[
             return None
         table = table == 0
     rows, keys = table.shape[0], table.shape[1]
-    if rows not in (1, tokens.number) or (rows == 1 and tokens.number != 1):
+    if rows not in (1, tokens) or (rows == 1 and tokens != 1):
         return (0, 0) if bool(np.all(table)) else None
-    place = offset.number + np.arange(rows)[:, None]
+    place = offset + np.arange(rows)[:, None]
     at = np.arange(keys)[None, :]
     if bool(np.all(table)):
         return 0, 0

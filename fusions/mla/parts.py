@@ -57,10 +57,10 @@ def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
             joins.append(cut[0])
             value = cut[1]
             continue
-        written = _written(view, producer)
-        if written is not None:
-            joins.append(written)
-            value = written.new
+        write = written(view, producer)
+        if write is not None:
+            joins.append(write)
+            value = write.new
             continue
         join = join_of(view, producer) if is_op(producer, "Concat") else None
         if join is None:
@@ -98,9 +98,9 @@ def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
     return plain
 
 
-def _written(view: GraphView, node: ir.Node) -> Join | None:
+def written(view: GraphView, node: ir.Node) -> Join | None:
     """The cache of one size that a node gives: it is turned back, or its axes of size one need no turning."""
-    if is_op(node, "ScatterND"):
+    if is_op(node, "ScatterND", "ScatterElements"):
         return write_of(view, node)
     inner = node.inputs[0].producer() if is_op(node, "Transpose") and node.inputs[0] is not None else None
     found = write_of(view, inner) if inner is not None and is_op(inner, "ScatterND") else None

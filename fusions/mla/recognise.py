@@ -31,8 +31,7 @@ from .symbolic import Symbolic
 
 def candidates(view: GraphView, symbolic: Symbolic, block: Block, name: str, form: str) -> Iterator[Candidate]:
     """Candidates of a block, likeliest first."""
-    offset, tokens = places(block)
-    masks = read_masks(view, symbolic, block.core.terms, block.core.causal, offset, tokens)
+    masks = read_masks(view, symbolic, block.core.terms, block.core.causal, places(block))
     for mask in masks:
         for rope, cos, sin in _rotations(view, block):
             found = _candidate(view, block, mask, rope, cos, sin, name, form)
@@ -42,7 +41,7 @@ def candidates(view: GraphView, symbolic: Symbolic, block: Block, name: str, for
 
 def readable_masks(view: GraphView, symbolic: Symbolic, block: Block) -> bool:
     """Is there a form in which the op takes the block's masks?"""
-    masks = read_masks(view, symbolic, block.core.terms, block.core.causal, *places(block))
+    masks = read_masks(view, symbolic, block.core.terms, block.core.causal, places(block))
     return any(m.operand is None or mask_piece(block, m) is not None for m in masks)
 
 
@@ -168,7 +167,7 @@ def _candidate(
     if laid is None:
         return None
     results = {"o": laid, **results}
-    tokens = places(block)[1].number
+    tokens = places(block).tokens.number
     causal = 1 if mask.causal or (tokens == 1 and mask.operand is None and not mask.window) else 0
     config = MlaConfig(
         block.heads,
@@ -182,7 +181,7 @@ def _candidate(
         window=mask.window,
         **settings,  # type: ignore[arg-type]
     )
-    if config.check() is not None:
+    if config.check() is not None or not config.scale:
         return None
     explained = frozenset(block.explained | mask.nodes)
     candidate = Candidate(

@@ -41,7 +41,9 @@ def size_refusal(view: GraphView, candidate: Candidate, keys_only: bool) -> Refu
                     continue
                 _, value, at, known = first[label]
                 if name in _SPREAD:
-                    if _differ(size, known):
+                    # rows of a mask for a query each: one query takes any number of them, and becomes as many
+                    open_ = name == "attn_mask" and size is None and known is not None and known.number == 1
+                    if open_ or _differ(size, known):
                         return _refusal(name, label, size, known)
                 elif size is None or known is None:
                     if (number or name in ("latent", "k_rope")) and not _same_origin(

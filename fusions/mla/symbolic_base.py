@@ -12,12 +12,13 @@ from .elements import (
     Tensor,
     Unknown,
     Vec,
+    choose,
     literal,
     put,
     settled,
     truth,
 )
-from .linear import Cond, Lin, Look, axis, of_dim
+from .linear import Cond, Lin, Look, axis, of_dim, simplify
 
 
 class Evaluator:
@@ -128,6 +129,8 @@ class Evaluator:
             slope = int(line[1]) - int(line[0])
             if np.array_equal(line, line[0] + slope * np.arange(len(line))):
                 return Tensor(shape, Lin(int(line[0])) + axis(array.ndim - steps[0]).times(slope))
+        if steps == [array.ndim - 2, array.ndim - 1]:
+            return Tensor(shape, _triangle(array.reshape(array.shape[-2:])))
         raise Unknown("a constant without a rule")
 
     def _on_shape(self, node: ir.Node) -> Tensor:
@@ -137,13 +140,21 @@ class Evaluator:
         known = [of_dim(d, source, i) for i, d in enumerate(source.shape)]
         if any(not isinstance(d, int) and d.value is None for d in source.shape):
             try:
-                known = list(self(source).shape)
+                found = list(self(source).shape)
             except Unknown:
-                pass
+                found = known
+            if found != known and self._cuts_table(source):
+                raise Unknown("how much of a table there is")
+            known = found
         rank = len(known)
         start, end = attribute_int(node, "start", 0), attribute_int(node, "end", rank)
         items = known[slice(start, end)]
         return Tensor((Lin(len(items)),), Vec(tuple(items)))
+
+    def _cuts_table(self, value: ir.Value) -> bool:
+        """Is a part of a constant table behind it? A cut may lie past the table's end."""
+        cuts = (n.inputs[0] for n in self.nodes_of(value) if is_op(n, "Slice"))
+        return any(v is not None and self.view.is_const(v) for v in cuts)
 
     def _vector(self, value: ir.Value | None) -> list[Lin]:
         """A one-dimensional tensor of integers, element by element."""
@@ -178,3 +189,18 @@ class Evaluator:
         attribute = node.attributes.get("value")
         filled = 0.0 if attribute is None else attribute.as_tensor().numpy().reshape(-1)[0]
         return Tensor(tuple(shape), literal(filled))
+
+
+def _triangle(table: np.ndarray) -> Element:
+    """A table of one number up to a diagonal and another behind it."""
+    rows, columns = table.shape
+    low = table[rows - 1, 0]
+    first = np.flatnonzero(table[0] != low)
+    offset = int(first[0]) - 1 if len(first) else columns - 1  # column - row <= offset: below
+    if not len(first):
+        raise Unknown("a table whose first row is of one number")
+    below = np.arange(columns)[None, :] - np.arange(rows)[:, None] <= offset
+    if not np.array_equal(table, np.where(below, low, table[0, first[0]])):
+        raise Unknown("a table without a rule")
+    kept = simplify(Cond("le", axis(1) - axis(2) - Lin(offset)))
+    return choose(kept, literal(low), literal(table[0, first[0]]))

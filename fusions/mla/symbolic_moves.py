@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ..graph import attribute_int, attribute_ints
+from ..graph import attribute_int, attribute_ints, is_op
 from .elements import (
     Element,
     Tensor,
@@ -17,6 +17,7 @@ from .elements import (
     fitting,
     map_leaves,
     number_of,
+    place,
     put,
     truth,
 )
@@ -118,7 +119,11 @@ class Moves(Evaluator):
         shape, element = list(source.shape), source.element
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             at = (axes[i] if axes is not None else i) % rank
-            first, last = bound(start, shape[at]), bound(end, shape[at])
+            if self._is_table(node.inputs[0]) and (shape[at].number or 0) > 1:
+                # a table: where it ends before a size, what is left does not fit the scores, and the original fails
+                first, last = place(start, shape[at]), place(end, shape[at])
+            else:
+                first, last = bound(start, shape[at]), bound(end, shape[at])
             if isinstance(element, Vec) and at == rank - 1:
                 if first.number is None or last.number is None:
                     raise Unknown("a slice of a vector")
@@ -127,6 +132,15 @@ class Moves(Evaluator):
                 element = put(element, {f"@{rank - at}": axis(rank - at) + first})
             shape[at] = last - first
         return Tensor(tuple(shape), element)
+
+    def _is_table(self, value: ir.Value | None) -> bool:
+        """A constant, or what is cut out of one."""
+        while value is not None and not self.view.is_const(value):
+            producer = value.producer()
+            if not is_op(producer, "Slice") or producer is None:
+                return False
+            value = producer.inputs[0]
+        return value is not None
 
     def _on_concat(self, node: ir.Node) -> Tensor:
         parts = [self(v) for v in node.inputs]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
-from ..graph import GraphView, attribute_string, is_op, static_dims
-from .core import Core
-from .flow import Flow, channels_of, unmoved, walk
-from .parts import End, Latent, latent_of, linear_weight
+from ..graph import GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
+from .core import Core, scaled
+from .flow import Flow, Join, channels_of, join_of, joined, unmoved, walk
+from .parts import End, Latent, latent_of, linear_weight, written
 
 
 @dataclass
@@ -54,8 +54,8 @@ def _base(view: GraphView, leaf: ir.Value) -> ir.Value:
 
 def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | None:
     """Keys and values are made of latents for every head."""
-    (q_value, k_value), v_value = core.products[0], core.v
-    v_flow, k_flow, q_flow = walk(view, v_value), walk(view, k_value), walk(view, q_value)
+    q_flows, k_flows = ([walk(view, pair[i]) for pair in core.products] for i in (0, 1))
+    v_flow, k_flow, q_flow = walk(view, core.v), joined(k_flows), joined(q_flows)
     v_linear = [leaf for leaf in v_flow.leaves if linear_weight(view, _base(view, leaf)) is not None]
     if len(v_linear) != 1:
         return _other_layer(view, k_flow, v_flow)
@@ -80,11 +80,14 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         return None if plain else Refusal("keys", f"keys are made of {len(others) + 1} parts")
     if not others and plain:
         return None  # plain attention whose keys and values share a layer
-    queries = _queries(view, q_value, q_flow)
+    if len(core.products) > 1:
+        queries = _query_of_each(q_flows, k_flows, own[0])
+    else:
+        queries = _queries(view, core.products[0][0], q_flow)
     if queries is None:
         return _query_refusal(q_flow, k_flow, v_flow)
     query, q_factor = queries[0], q_flow.leaves[queries[0]]
-    if any(abs(q_flow.leaves[q] / q_factor - 1.0) > 1e-6 for q in queries):
+    if any(abs(f.leaves[q] / q_factor - 1.0) > 1e-6 for f in q_flows for q in f.leaves):
         return Refusal("scale", "parts of the queries are scaled differently")
     if abs(v_flow.leaves[v_linear[0]] - 1.0) > 1e-6:
         return Refusal("values", "values are scaled")
@@ -153,6 +156,18 @@ def _queries(view: GraphView, value: ir.Value, flow: Flow) -> list[ir.Value] | N
     return [next(iter(first.leaves)), next(iter(second.leaves))]
 
 
+def _query_of_each(q_flows: list[Flow], k_flows: list[Flow], own: ir.Value) -> list[ir.Value] | None:
+    """Where queries begin, where two products add up to the scores: that with the keys ``own`` first."""
+    if any(len(f.leaves) != 1 or f.lost is not None for f in (*q_flows, *k_flows)):
+        return None
+    pairs = [(next(iter(q.leaves)), next(iter(k.leaves))) for q, k in zip(q_flows, k_flows, strict=True)]
+    first = [q for q, k in pairs if k is own]
+    rest = [q for q, k in pairs if k is not own]
+    if len(first) != 1 or len(rest) != 1:
+        return None
+    return first if rest[0] is first[0] else [*first, *rest]
+
+
 def _own_part(view: GraphView, leaf: ir.Value, flow: Flow) -> ir.Value:
     """What queries take of a layer that gives more, such as an output gate behind each head's query."""
     value = leaf
@@ -192,14 +207,17 @@ def _separate(view: GraphView, v_linear: ir.Value, k_flow: Flow) -> list[ir.Valu
 def absorbed_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | None:
     """Queries go into the latents' space, and what comes out of the attention goes back into the values'."""
     unclear = Refusal("absorbed", "absorbed weights in a form that is not known")
-    if len(core.products) != 2 or len(end.weights) != 1:
+    apart: Apart | None = Apart([q for q, _ in core.products], [k for _, k in core.products])
+    if len(core.products) == 1:
+        apart = _apart(view, *core.products[0])
+    if apart is None or len(apart.q) != 2 or len(end.weights) != 1:
         return unclear
-    q_flows = [walk(view, q) for q, _ in core.products]
+    q_flows = [walk(view, q) for q in apart.q]
     wide = [i for i, f in enumerate(q_flows) if len(f.weights) == 1]
     if len(wide) != 1 or any(len(f.leaves) != 1 for f in q_flows):
         return unclear
     inside, outside = q_flows[wide[0]], q_flows[1 - wide[0]]
-    k_value, r_value = core.products[wide[0]][1], core.products[1 - wide[0]][1]
+    k_value, r_value = apart.k[wide[0]], apart.k[1 - wide[0]]
     key, value = _factors(view, *inside.weights[0]), _factors(view, *end.weights[0])
     if key is None or value is None or outside.weights:
         return unclear
@@ -208,8 +226,8 @@ def absorbed_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
     if value_shape[0] != heads or value_shape[1] != rank:
         return unclear
     width = value_shape[2]
-    latent, again = latent_of(view, core.v, rank), latent_of(view, k_value, rank)
-    if latent.raw is not again.raw or [j.node for j in latent.joins] != [j.node for j in again.joins]:
+    latent, again = latent_of(view, spread_of(view, core.v), rank), latent_of(view, k_value, rank)
+    if latent.raw is not again.raw or [j.node for j in latent.joins] != [j.node for j in (*apart.joins, *again.joins)]:
         return Refusal("absorbed", "keys and values are not the same latents")
     k_flow = walk(view, r_value)
     if len(k_flow.leaves) != 1:
@@ -239,7 +257,7 @@ def absorbed_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         [False, False],
         f"absorbed {key_order} {value_order}",
         rank,
-        inside.leaves[query],
+        apart.factor * inside.leaves[query],
         query,
         heads * (nope + width),
         heads,
@@ -247,6 +265,69 @@ def absorbed_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         compute,
         None if rotary is query else rotary,
     )
+
+
+@dataclass
+class Apart:
+    """Queries and keys of the latents' space and of the rotary part, in one order; ``joins``: a packed cache's, which
+    holds both keys; ``factor``: of all scores."""
+
+    q: list[ir.Value]
+    k: list[ir.Value]
+    joins: list[Join] = field(default_factory=list)
+    factor: float = 1.0
+
+
+def _apart(view: GraphView, q: ir.Value, k: ir.Value) -> Apart | None:
+    """The parts of queries and keys that lie behind one another in one product."""
+    (q, q_factor), (k, k_factor) = _joint(view, q), _joint(view, k)
+    joins: list[Join] = []
+    node = k.producer()
+    join = join_of(view, node) if is_op(node, "Concat") and node is not None else None
+    if join is None and node is not None:
+        join = written(view, node)
+    if join is not None:
+        joins.append(join)
+        k, more = _joint(view, join.new)
+        if more != 1.0:
+            return None
+    parts = [_behind(q), _behind(k)]
+    if parts[0] is None or parts[1] is None:
+        return None
+    return Apart(parts[0], parts[1], joins, q_factor * k_factor)
+
+
+def _joint(view: GraphView, value: ir.Value) -> tuple[ir.Value, float]:
+    """The value before moves of whole rows, and the factor on the way."""
+    factor = 1.0
+    while (producer := value.producer()) is not None:
+        if is_op(producer, "Mul", "Div") and (found := scaled(view, producer)) is not None:
+            value, factor = found[0], factor * found[1]
+            continue
+        moved = is_op(producer, "Cast", "Identity", "Expand", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+        if not moved or producer.inputs[0] is None or (is_op(producer, "Transpose") and written(view, producer)):
+            break
+        value = producer.inputs[0]
+    return value, factor
+
+
+def _behind(value: ir.Value) -> list[ir.Value] | None:
+    """The two parts that lie behind one another along the channels."""
+    node, rank = value.producer(), rank_of(value)
+    if not is_op(node, "Concat") or node is None or rank is None or attribute_int(node, "axis", 0) % rank != rank - 1:
+        return None
+    parts = [v for v in node.inputs if v is not None]
+    return parts if len(parts) == 2 else None
+
+
+def spread_of(view: GraphView, value: ir.Value) -> ir.Value:
+    """What all heads share, before it is spread over them."""
+    while True:
+        value = unmoved(view, value)
+        producer = value.producer()
+        if not is_op(producer, "Expand") or producer is None or producer.inputs[0] is None:
+            return value
+        value = producer.inputs[0]
 
 
 def _factors(

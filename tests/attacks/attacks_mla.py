@@ -198,7 +198,6 @@ def first_rows(limit: int) -> Hook:
 
 
 LONG = ({"B": 1, "T": 2, "P": 40}, {"B": 1, "T": 2, "P": 3000}, {"B": 1, "T": 2, "P": 5000})
-NONE = "neither causal, sliding or padding"
 EQUAL = "nothing in the graph says"
 
 ATTACKS: dict[str, Attack] = {
@@ -209,18 +208,18 @@ ATTACKS: dict[str, Attack] = {
     "honest window": Attack(Mla(past=True, mask=keep(sliding(4096))), sizes=LONG, scale=(1.0,)),
     "rotation of one sequence for all": Attack(Mla(), dims={"cos": [1, "T", ROPE], "sin": [1, "T", ROPE]}),
     # masks
-    "causal with -10000": Attack(Mla(mask=keep(causal, -1e4)), "mask", NONE),
-    "causal with -65504": Attack(Mla(mask=keep(causal, -65504.0)), "mask", NONE),
+    "causal with -10000": Attack(Mla(mask=keep(causal, -1e4))),
+    "causal with -65504": Attack(Mla(mask=keep(causal, -65504.0))),
     "causal with -10000 in four axes": Attack(Mla(mask=keep(four(causal), -1e4))),
-    "places in float16": Attack(Mla(past=True, mask=keep(through(TensorProto.FLOAT16))), "mask", NONE),
-    "places in bfloat16": Attack(Mla(past=True, mask=keep(through(TensorProto.BFLOAT16))), "mask", NONE),
-    "places in int16": Attack(Mla(past=True, mask=keep(through(TensorProto.INT16))), "mask", NONE),
+    "places in float16": Attack(Mla(past=True, mask=keep(through(TensorProto.FLOAT16))), sizes=LONG, scale=(1.0,)),
+    "places in bfloat16": Attack(Mla(past=True, mask=keep(through(TensorProto.BFLOAT16))), sizes=LONG, scale=(1.0,)),
+    "places in int16": Attack(Mla(past=True, mask=keep(through(TensorProto.INT16))), sizes=LONG, scale=(1.0,)),
     "places in float16, four axes": Attack(
         Mla(past=True, mask=keep(four(through(TensorProto.FLOAT16)))), sizes=LONG, scale=(1.0,)
     ),
-    "window with sinks": Attack(Mla(past=True, mask=keep(sliding(4096, 4))), "mask", NONE),
-    "keys up to 4000": Attack(Mla(past=True, mask=keep(below(4000))), "mask", NONE),
-    "gaps in a ring": Attack(Mla(past=True, mask=keep(ring(5000, 100))), "mask", NONE),
+    "window with sinks": Attack(Mla(past=True, mask=keep(sliding(4096, 4))), sizes=LONG, scale=(1.0,)),
+    "keys up to 4000": Attack(Mla(past=True, mask=keep(below(4000))), sizes=LONG, scale=(1.0,)),
+    "gaps in a ring": Attack(Mla(past=True, mask=keep(ring(5000, 100))), sizes=LONG, scale=(1.0,)),
     "another mask from the fifth sequence on": Attack(Mla(mask=keep(later_rows)), sizes=({"B": 6, "T": 9},)),
     "another mask for one head": Attack(Mla(mask=keep(last_head)), sizes=({"B": 2, "T": 9},)),
     "a padding mask": Attack(Mla(mask=keep(also(causal, padding)), inputs=pad("B", "T")), scale=(1.0,)),

@@ -1,0 +1,248 @@
+"""Forms of one thing brought to the one that the recogniser reads; what is not fused gets its own form back.
+
+- ``Where(hidden, -inf, scores)``, PyTorch's ``masked_fill``, becomes ``Where(not hidden, scores, -inf)``.
+- A mask of two or three axes gets four.
+- ``RotaryEmbedding``, which torch.onnx makes of rotations from opset 23 on, becomes its sums and products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ..graph import GraphView, attribute_int, is_op, rank_of, static_dims
+from .core import is_anchor, leads_to_product
+from .masks import nothing
+
+
+class Plain:
+    """Changes to one graph that can be taken back. No value changes by them."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self._undo: list[Callable[[], None]] = []
+        self._constants: set[ir.Value] = set()
+
+    def make(self) -> None:
+        """Bring the forms to the plain ones."""
+        view = GraphView(self.graph)
+        for node in list(self.graph):
+            if is_op(node, "Where"):
+                self._turn(view, node)
+                self._widen(view, node, 0)
+            elif is_op(node, "Add"):
+                for i in (0, 1):
+                    self._widen(view, node, i)
+            elif is_op(node, "RotaryEmbedding"):
+                self._spell(view, node)
+
+    def restore(self) -> None:
+        """Take back what still stands in the graph: it was not fused."""
+        for undo in reversed(self._undo):
+            undo()
+
+    # --- masks ------------------------------------------------------------------------------------------------------
+
+    def _turn(self, view: GraphView, node: ir.Node) -> None:
+        """Let a fill of what is hidden be a choice of what is kept."""
+        hidden, least, scores = node.inputs
+        number = view.scalar(least)
+        if hidden is None or least is None or scores is None or number is None or not number <= nothing(least.dtype):
+            return
+        if not leads_to_product(view, scores):
+            return
+        inner = hidden.producer()
+        made: list[ir.Node] = []
+        if is_op(inner, "Not") and inner is not None and inner.inputs[0] is not None:
+            kept = inner.inputs[0]
+        else:
+            kept = self._add(made, f"{node.outputs[0].name}__kept", "Not", [hidden], ir.DataType.BOOL, hidden.shape)
+            self.graph.insert_before(node, made)
+        for i, value in enumerate((kept, scores, least)):
+            node.replace_input_with(i, value)
+
+        def undo() -> None:
+            now = node.inputs[0]
+            if node.graph is not None and node.inputs[1:] == (scores, least) and now is not None:
+                value = hidden
+                if inner is not None and inner.graph is None:  # nothing read it for a while
+                    again: list[ir.Node] = []
+                    value = self._add(again, hidden.name or "", "Not", [now], hidden.dtype, hidden.shape)
+                    again[0].name, value.name = inner.name, hidden.name
+                    self.graph.insert_before(node, again)
+                for i, new in enumerate((value, least, scores)):
+                    node.replace_input_with(i, new)
+            self._drop(made)
+
+        self._undo.append(undo)
+
+    def _widen(self, view: GraphView, node: ir.Node, index: int) -> None:
+        """Let a mask of scores have as many axes as they."""
+        mask, scores = node.inputs[index], node.inputs[1 - index]
+        rank = None if mask is None else rank_of(mask)
+        if mask is None or rank not in (2, 3) or view.is_const(mask) or rank_of(node.outputs[0]) != 4:
+            return
+        if not leads_to_product(view, scores) or leads_to_product(view, mask):
+            return
+        made: list[ir.Node] = []
+        stem = f"{node.outputs[0].name}__mask"
+        front = self._constant(stem, range(4 - rank))
+        shape = ir.Shape([1] * (4 - rank) + list(mask.shape or ()))
+        wide = self._add(made, stem, "Unsqueeze", [mask, front], mask.dtype, shape)
+        self.graph.insert_before(node, made)
+        node.replace_input_with(index, wide)
+
+        def undo() -> None:
+            if node.graph is not None and node.inputs[index] is wide:
+                node.replace_input_with(index, made[0].inputs[0])
+            self._drop(made)
+
+        self._undo.append(undo)
+
+    # --- rotations --------------------------------------------------------------------------------------------------
+
+    def _spell(self, view: GraphView, node: ir.Node) -> None:
+        """Write a rotation out as the sums and products that it is."""
+        x, cos, sin = node.inputs[:3]
+        places = node.inputs[3] if len(node.inputs) > 3 else None
+        if x is None or cos is None or sin is None or node.outputs[0].is_graph_output() or not _feeds_attention(node):
+            return
+        dims, width = static_dims(x), attribute_int(node, "rotary_embedding_dim", 0)
+        heads = attribute_int(node, "num_heads", 0)
+        if dims is None or dims[-1] is None or (len(dims) == 3 and not heads) or len(dims) not in (3, 4):
+            return
+        head = dims[-1] // heads if len(dims) == 3 else dims[-1]
+        width = width or head
+        if width % 2 or width > head or (len(dims) == 3 and dims[-1] % heads):
+            return
+        made: list[ir.Node] = []
+        stem, dtype, shape = f"{node.outputs[0].name}__rope", x.dtype, list(x.shape or ())
+
+        def add(kind: str, inputs: Sequence[ir.Value], dims: Sequence[object] | None, **attributes: object) -> ir.Value:
+            known = None if dims is None else ir.Shape(dims)  # type: ignore[arg-type]
+            return self._add(made, stem, kind, inputs, dtype, known, attributes)
+
+        def ints(*numbers: int) -> ir.Value:
+            return self._constant(stem, numbers)
+
+        tables = []
+        for table in (cos, sin):
+            rows = None if table.shape is None else [*table.shape[:-1], width // 2]
+            if places is not None:
+                rows = None if places.shape is None else [*places.shape, width // 2]
+                table = add("Gather", [table, places], rows, axis=0)
+            at = 2 if len(dims) == 3 else 1
+            wide = None if rows is None else [*rows[:at], 1, *rows[at:]]
+            tables.append(add("Unsqueeze", [table, ints(at)], wide))
+        if len(dims) == 3:
+            shape = [*shape[:2], heads, head]
+            x = add("Reshape", [x, ints(0, 0, heads, head)], shape)
+        half, lead = width // 2, shape[:-1]
+
+        def cut(value: ir.Value, start: int, end: int, step: int = 1) -> ir.Value:
+            size = (end - start + step - 1) // step
+            return add("Slice", [value, ints(start), ints(end), ints(-1), ints(step)], [*lead, size])
+
+        if attribute_int(node, "interleaved", 0):
+            parts = [cut(x, 0, width, 2), cut(x, 1, width, 2)]
+        else:
+            parts = [cut(x, 0, half), cut(x, half, width)]
+        (a, b), (c, s) = parts, tables
+        pairs = [
+            add(kind, [add("Mul", [u, v], [*lead, half]), add("Mul", [w, z], [*lead, half])], [*lead, half])
+            for kind, u, v, w, z in (("Sub", a, c, b, s), ("Add", a, s, b, c))
+        ]
+        if attribute_int(node, "interleaved", 0):
+            pairs = [add("Unsqueeze", [p, ints(-1)], [*lead, half, 1]) for p in pairs]
+            both = add("Concat", pairs, [*lead, half, 2], axis=-1)
+            turned = add("Reshape", [both, ints(*[0] * len(lead), width)], [*lead, width])
+        else:
+            turned = add("Concat", pairs, [*lead, width], axis=-1)
+        if width < head:
+            turned = add("Concat", [turned, cut(x, width, head)], [*lead, head], axis=-1)
+        if len(dims) == 3:
+            turned = add("Reshape", [turned, ints(0, 0, heads * head)], [*list(x.shape or ())[:2], heads * head])
+        self.graph.insert_before(node, made)
+        result, attributes = node.outputs[0], dict(node.attributes)
+        given = [v for v in node.inputs if v is not None]
+        slots = [next((n, i) for n in made for i, v in enumerate(n.inputs) if v is value) for value in given]
+        result.replace_all_uses_with(turned)
+        self.graph.remove(node, safe=True)
+
+        def undo() -> None:
+            if made[-1].graph is not None and turned.uses():
+                again = ir.node("RotaryEmbedding", [n.inputs[i] for n, i in slots], attributes, name=node.name)
+                value = again.outputs[0]
+                value.name, value.type, value.shape = result.name, result.type, result.shape
+                again.metadata_props.update(node.metadata_props)
+                self.graph.insert_after(made[-1], again)
+                turned.replace_all_uses_with(value)
+            self._drop(made)
+
+        self._undo.append(undo)
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        made: list[ir.Node],
+        stem: str,
+        kind: str,
+        inputs: Sequence[ir.Value],
+        dtype: ir.DataType | None,
+        shape: ir.Shape | None,
+        attributes: dict[str, object] | None = None,
+    ) -> ir.Value:
+        name = stem if kind == "Not" else f"{stem}_{len(made)}"
+        node = ir.node(kind, inputs, attributes or {}, name=name)  # type: ignore[arg-type]
+        value = node.outputs[0]
+        value.name, value.shape = f"{name}_0", shape
+        value.type = None if dtype is None else ir.TensorType(dtype)
+        made.append(node)
+        return value
+
+    def _constant(self, stem: str, numbers: Sequence[int]) -> ir.Value:
+        name = f"{stem}_{'_'.join(map(str, numbers))}"
+        known = self.graph.initializers.get(name)
+        if known is not None:
+            return known
+        array = np.array(numbers, np.int64)
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType.INT64),
+            shape=ir.Shape(array.shape),
+            const_value=ir.tensor(array, name=name),
+        )
+        self.graph.register_initializer(value)
+        self._constants.add(value)
+        return value
+
+    def _drop(self, nodes: Sequence[ir.Node]) -> None:
+        """Remove nodes that nothing reads."""
+        for node in reversed(nodes):
+            if node.graph is None or any(v.uses() or v.is_graph_output() for v in node.outputs):
+                continue
+            inputs = [v for v in node.inputs if v is not None]
+            self.graph.remove(node, safe=True)
+            for value in inputs:
+                if value in self._constants and not value.uses():
+                    self.graph.initializers.pop(str(value.name), None)
+
+
+def _feeds_attention(node: ir.Node) -> bool:
+    """Reads an attention, by steps other than linear layers, what the node gives?"""
+    stack, seen = [node], {node}
+    while stack and len(seen) < 400:
+        for user in (u for v in stack.pop().outputs for u, _ in v.uses()):
+            if is_anchor(user):
+                return True
+            if user not in seen and not (is_op(user, "MatMul", "Gemm") and any(_is_weight(v) for v in user.inputs)):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _is_weight(value: ir.Value | None) -> bool:
+    return value is not None and value.producer() is None and value.const_value is not None
