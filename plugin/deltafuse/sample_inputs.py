@@ -153,10 +153,10 @@ class SampleInputs:
         limit = self._vocabulary or self.signature.vocabulary.get(port.name)
         if token_ids is None:
             if limit is None:
-                raise OptionError(
-                    f"{port.name} ({port.dtype}): the model does not tell how many values it may have; give "
-                    "--vocabulary N, or the input itself in an --input FILE.npz"
-                )
+                untold = f"{port.name} ({port.dtype}): the model does not tell how many values it may have; give "
+                if port.name in self.given:
+                    raise OptionError(f"{untold}--vocabulary N for the steps behind the given one, or --steps 0")
+                raise OptionError(f"{untold}--vocabulary N, or the input itself in an --input FILE.npz")
             return self._random.integers(0, limit, shape).astype(port.dtype)
         bad = [token for token in token_ids if token < 0 or (limit is not None and token >= limit)]
         if bad:

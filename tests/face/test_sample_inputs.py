@@ -113,6 +113,10 @@ def test_what_cannot_be_guessed() -> None:
     with pytest.raises(OptionError, match=r"input_ids .* give --vocabulary N"):
         inputs.step(2, 0)
     assert SampleInputs(read_signature(decoder(vocabulary=False)), vocabulary=3).step(99, 0)["input_ids"].max() == 2
+    given = SampleInputs(read_signature(decoder(vocabulary=False)), given={"input_ids": np.ones((1, 5), np.int64)})
+    given.step(5, 0, first=True)
+    with pytest.raises(OptionError, match=r"--vocabulary N for the steps behind the given one, or --steps 0"):
+        given.step(1, 5)
     window = read_signature(decoder(window="w"))
     with pytest.raises(OptionError, match="the size 'w' cannot be guessed; give --dim w=N"):
         SampleInputs(window).states(0)
