@@ -336,22 +336,23 @@ class Channels(ChannelWriter):
         self._write(node, names)
 
     def _scatterelements(self, node: ir.Node) -> None:
-        data, index, updates = node.inputs
+        data = node.inputs[0]
         assert data is not None
-        rank = rank_of(data) or 0
-        axis = attribute_int(node, "axis", 0) % max(rank, 1)
+        axis = attribute_int(node, "axis", 0) % max(rank_of(data) or 0, 1)
         kinds: Kinds = {}
         for value in node.inputs:
             kinds |= self.kinds.get(value, {})  # type: ignore[arg-type]
         if axis in kinds or len(kinds) > 1:
             raise HeadsMix(f"{node.name!r} picks single channels")
         names = {}
-        for place, value in enumerate((data, index, updates)):
+        for place, value in enumerate(node.inputs):
             for at, kept in kinds.items():
                 assert value is not None
                 names[place] = self._want(value, at, kept)
         self.kinds[node.outputs[0]] = kinds
         self._write(node, names)
+
+    _gatherelements = _scatterelements
 
     def _concat(self, node: ir.Node) -> None:
         rank = rank_of(node.inputs[0]) if node.inputs[0] is not None else None
@@ -386,6 +387,6 @@ class Channels(ChannelWriter):
 
 
 _RULES = frozenset(
-    "Concat Einsum Expand Gather GatherND Gemm MatMul ReduceSum Reshape ScatterElements ScatterND Slice Split Squeeze "
-    "Transpose Unsqueeze".split()
+    "Concat Einsum Expand Gather GatherElements GatherND Gemm MatMul ReduceSum Reshape ScatterElements ScatterND Slice "
+    "Split Squeeze Transpose Unsqueeze".split()
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ..graph import attribute_string
+from ..graph import attribute_int, attribute_string
 from .linear import Linear, gathered_weights, read_linear
 from .mlp import Mlp, read_mlp
 from .reader import Reader
@@ -47,7 +47,7 @@ def read_routed(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     from .zero import read_beside_tokens, read_gathered_or_token
 
     readings = (
-        *(read_gathered, read_stacked, read_dense_sum, read_grouped, read_pair_loop, read_loop),
+        *(read_gathered, read_stacked, read_dense_sum, read_picked, read_grouped, read_pair_loop, read_loop),
         *(read_gathered_or_token, read_beside_tokens, read_by_choice, read_added_rows),
     )
     for reading in readings:
@@ -316,14 +316,50 @@ def _stack_sum(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     if found is None:
         return None
     for stack, weights in (found, found[::-1]):
-        node = r.node(r.moved(stack), "Concat")
-        if node is None or len(node.inputs) != router.experts:
-            continue
-        experts = [r.attempt(read_mlp, v) for v in node.inputs]
-        known = tuple(m for m in experts if m is not None)
-        if len(known) != len(experts) or any(x.expert is not None for m in known for x in linears(m)):
-            continue
-        weighting = read_dense(r, router, weights)
-        if weighting is not None and not any(m.factors for m in known):
-            return Routed("dense", known, weighting, tuple(x for m in known for x in inputs_of(m)))
+        experts = r.attempt(_stacked_results, router, stack)
+        weighting = None if experts is None else read_dense(r, router, weights)
+        if experts is not None and weighting is not None:
+            return Routed("dense", experts, weighting, tuple(x for m in experts for x in inputs_of(m)))
     return None
+
+
+def _stacked_results(r: Reader, router: Router, value: ir.Value | None) -> tuple[Mlp, ...] | None:
+    """The experts whose results are stacked in order; a single entry where their weights are a stack."""
+    node = r.node(r.moved(value), "Concat")
+    if node is None:
+        mlp = r.attempt(read_mlp, value)
+        stacked = mlp is not None and all(x.expert is not None and x.ids is None for x in linears(mlp))
+        return (mlp,) if mlp is not None and stacked and not mlp.factors else None
+    experts = [r.attempt(read_mlp, v) for v in node.inputs] if len(node.inputs) == router.experts else []
+    known = tuple(m for m in experts if m is not None and not m.factors)
+    if len(known) != router.experts or any(x.expert is not None for m in known for x in linears(m)):
+        return None
+    return known
+
+
+def read_picked(r: Reader, router: Router, value: ir.Value) -> Routed | None:
+    """All experts on all tokens; of their results those of the choices are picked, weighted and summed."""
+    found = choices_sum(r, router, value)
+    if found is None:
+        return None
+    for weights, outputs in (found, found[::-1]):
+        node = r.node(r.moved(outputs), "GatherElements", "GatherND")
+        if node is None or not _picks_choices(r, router, node):
+            continue
+        experts = r.attempt(_stacked_results, router, node.inputs[0])
+        weighting = None if experts is None else read_weighting(r, router, weights)
+        if experts is not None and weighting is not None:
+            return Routed("picked", experts, weighting, tuple(x for m in experts for x in inputs_of(m)))
+    return None
+
+
+def _picks_choices(r: Reader, router: Router, node: ir.Node) -> bool:
+    """Does a node gather by the router's ids, or by a token's number and its ids: ``y[arange(N)[:, None], ids]``?"""
+    if node.op_type == "GatherElements":
+        return is_ids(r, router, node.inputs[1])
+    index = r.node(node.inputs[1], "Concat")
+    if index is None or len(index.inputs) != 2 or attribute_int(node, "batch_dims", 0):
+        return False
+    tokens = r.node(r.moved(index.inputs[0]), "Range")
+    counted = tokens is not None and r.scalar(tokens.inputs[0]) == 0 and r.scalar(tokens.inputs[2]) == 1
+    return counted and is_ids(r, router, index.inputs[1])

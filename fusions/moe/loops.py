@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ..graph import attribute_int, attribute_string, static_dims
+from ..graph import attribute_int, attribute_string, is_op, static_dims
 from .forms import Parts, Routed, choices_sum, linears
 from .mlp import Mlp, read_mlp
-from .reader import Reader
+from .reader import Reader, last_dim
 from .router import Router
-from .weights import Weighting, read_chosen, read_weighting
+from .weights import Weighting, column_number, read_chosen, read_column, read_dense, read_weighting
 from .zero import read_weighted_token
 
 
 class Places:
-    """Where one expert's choices are: a `NonZero` of the mask of its choices, and its columns."""
+    """Where one expert's choices are: a `NonZero` of the mask of its choices, and its columns. With ``tokens`` the mask
+    is that of the tokens which chose it."""
 
-    def __init__(self, expert: int, node: ir.Node, rank: int) -> None:
-        self.expert, self.node, self.rank = expert, node, rank
+    def __init__(self, expert: int, node: ir.Node, rank: int, tokens: bool = False) -> None:
+        self.expert, self.node, self.rank, self.tokens = expert, node, rank, tokens
 
 
 def read_places(r: Reader, router: Router, value: ir.Value | None) -> tuple[Places, int] | None:
@@ -33,12 +34,14 @@ def read_places(r: Reader, router: Router, value: ir.Value | None) -> tuple[Plac
         if node is None:
             return None
         if node.op_type == "NonZero":
-            expert = read_chosen(r, router, node.inputs[0])
             mask = node.inputs[0]
             rank = len(mask.shape) if mask is not None and mask.shape is not None else 0
+            expert, tokens = r.attempt(read_chosen, router, mask), False
+            if expert is None and (rank == 1 or (rank == 2 and which == -1)):
+                expert, tokens = r.attempt(_chosen_at_all, router, mask), True
             if expert is None or rank == 0:
                 return None
-            return Places(expert, node, rank), 0 if rank == 1 else which
+            return Places(expert, node, rank, tokens), 0 if rank == 1 else which
         if node.op_type in ("Slice", "Gather", "Split"):
             number = _coordinate(r, node, current)
             if number is None or which not in (-1, number):
@@ -47,6 +50,31 @@ def read_places(r: Reader, router: Router, value: ir.Value | None) -> tuple[Plac
             which = number
         current = node.inputs[0]
     return None
+
+
+def _chosen_at_all(r: Reader, router: Router, value: ir.Value | None) -> int | None:
+    """Which expert, of a mask over the tokens that is true where any of a token's choices is this expert."""
+
+    def uncast(inner: ir.Value | None) -> ir.Value | None:
+        inner = r.moved(inner)
+        while (cast := r.node(inner, "Cast")) is not None:
+            inner = r.moved(cast.inputs[0])
+        return inner
+
+    base = uncast(value)
+    greater = r.node(base, "Greater")
+    if greater is not None:
+        if r.scalar(greater.inputs[1]) != 0.0:
+            return None
+        base = uncast(greater.inputs[0])
+    node = r.node(base, "ReduceMax", "ReduceSum")
+    if node is None:
+        return None
+    axes, source = r.axes(node), node.inputs[0]
+    rank = len(source.shape) if source is not None and source.shape is not None else 0
+    if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 1] or last_dim(source) != router.top_k:
+        return None
+    return read_chosen(r, router, source)
 
 
 def _coordinate(r: Reader, node: ir.Node, value: ir.Value) -> int | None:
@@ -142,14 +170,34 @@ def _step(
         return None
     data, index = node.inputs[:2]
     columns = _columns(r, router, index) if node.op_type == "ScatterND" else _row_index(r, router, node)
-    if columns is None or len(columns) != 1 or data is None:
+    if columns is None or data is None:
         return None
     places, which = columns[0]
-    if places.rank == 2 and which != _token_axis(r, router, places):
+    if places.tokens and places.rank == 2:  # ``out[mask] = ...``: all channels of the rows, one by one
+        if [c for _, c in columns] != [0, 1] or any(p.node is not places.node for p, _ in columns):
+            return None
+        _mark_counts(r, router, node.inputs[2], places)
+    elif len(columns) != 1 or (places.rank == 2 and which != _token_axis(r, router, places)):
         return None
     added = _added(r, router, node, data, places)
     read = None if added is None else r.attempt(_update, router, added, places)
     return None if read is None else (places.expert, *read, data)
+
+
+def _mark_counts(r: Reader, router: Router, updates: ir.Value | None, places: Places) -> None:
+    """Understand what says how many rows of updates there are: how many tokens the mask has."""
+    for moved in [] if updates is None else r.trail(updates):
+        expand = moved.producer()
+        sizes = r.node(expand.inputs[1], "Concat") if is_op(expand, "Expand") and expand is not None else None
+        for size in [] if sizes is None else sizes.inputs:
+            r.attempt(_count, router, size, places)
+
+
+def _count(r: Reader, router: Router, value: ir.Value | None, places: Places) -> bool | None:
+    node = r.node(r.moved(value), "ReduceSum")
+    if node is None or r.axes(node) is not None:
+        return None
+    return True if _chosen_at_all(r, router, node.inputs[0]) == places.expert else None
 
 
 def _row_index(r: Reader, router: Router, node: ir.Node) -> list[tuple[Places, int]] | None:
@@ -232,6 +280,8 @@ def single(mlp: Mlp) -> bool:
 
 def _taken_weights(r: Reader, router: Router, value: ir.Value | None, places: Places) -> Weighting | None:
     """The weights at an expert's places: by token and choice, or token first and then the choice, or flat."""
+    if places.tokens:
+        return _taken_column(r, router, value, places)
     node = r.node(r.moved(value), "GatherND", "Gather")
     if node is None:
         return None
@@ -248,6 +298,21 @@ def _taken_weights(r: Reader, router: Router, value: ir.Value | None, places: Pl
     if places.rank == 2 and [c for _, c in columns] != [token, 1 - token]:
         return None
     return read_weighting(r, router, node.inputs[0])
+
+
+def _taken_column(r: Reader, router: Router, value: ir.Value | None, places: Places) -> Weighting | None:
+    """The expert's column of weights over all experts, at its tokens; rows are taken before the column or after it."""
+    rows = r.attempt(_taken, router, value, places)
+    found = None if rows is None else r.attempt(read_column, router, rows)
+    if found is not None:
+        return found[1] if found[0] == places.expert else None
+    base = r.moved(value)
+    node = r.node(base, "Gather", "Slice")
+    number = None if node is None or base is None else column_number(r, router, node, base)
+    if node is None or number != places.expert:
+        return None
+    dense = r.attempt(_taken, router, node.inputs[0], places)
+    return None if dense is None else r.attempt(read_dense, router, dense)
 
 
 def _flat_places(r: Reader, router: Router, value: ir.Value | None, places: Places) -> bool | None:
@@ -315,7 +380,7 @@ def _filled_rows(
             places = columns[0][0]
             expert = places.expert
             rows = [_taken(r, router, x.x, places) for x in linears(mlp)[1:]]
-            if expert in experts or places.rank != 1 or any(x is None for x in rows):
+            if expert in experts or places.rank != 1 or places.tokens or any(x is None for x in rows):
                 return None
             inputs += [x for x in rows if x is not None]
         experts[expert] = mlp

@@ -319,7 +319,7 @@ def read_column(r: Reader, router: Router, value: ir.Value | None) -> tuple[int,
         return None
     if node.op_type == "ReduceSum":
         return _masked_sum(r, router, node)
-    number = _column_number(r, router, node, base)
+    number = column_number(r, router, node, base)
     if number is None:
         return None
     found = r.attempt(read_dense, router, node.inputs[0])
@@ -328,7 +328,7 @@ def read_column(r: Reader, router: Router, value: ir.Value | None) -> tuple[int,
     return None
 
 
-def _column_number(r: Reader, router: Router, node: ir.Node, value: ir.Value) -> int | None:
+def column_number(r: Reader, router: Router, node: ir.Node, value: ir.Value) -> int | None:
     """Which column of dense weights a node takes."""
     dims = static_dims(node.inputs[0]) if node.inputs[0] is not None else None
     if dims is None:

@@ -208,6 +208,17 @@ class Block(nn.Module):
         every = torch.stack([expert(h) for expert in self.experts], dim=1)
         return (every * full.unsqueeze(-1)).sum(1)
 
+    def _picked(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Of all results those of the choices."""
+        every = torch.stack([expert(h) for expert in self.experts], dim=1)
+        return (every.gather(1, ids.unsqueeze(-1).expand(-1, -1, D)) * w.unsqueeze(-1)).sum(1)
+
+    def _picked_stacked(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The same with stacked weights, by numbers of tokens and experts."""
+        gate, up = (torch.einsum("nd,eid->nei", h, self.stack(n)) for n in ("gate_proj", "up_proj"))
+        every = torch.einsum("nei,edi->ned", self.act(gate, up), self.stack("down_proj"))
+        return torch.einsum("nkd,nk->nd", every[torch.arange(h.shape[0])[:, None], ids], w)
+
     def _stacked(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
         gate = torch.einsum("nd,eid->eni", h, self.stack("gate_proj"))
@@ -365,6 +376,22 @@ class Block(nn.Module):
         for e in range(E):
             token, slot = torch.where(ids == e)
             out.index_add_(0, token, self.experts[e](h[token]) * w[token, slot, None])
+        return out
+
+    def _any_choice(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The tokens that chose an expert at all, and its column of weights over all experts."""
+        full, out = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter(1, ids, w), torch.zeros_like(h)
+        for e in range(E):
+            token = (ids == e).any(-1).nonzero().squeeze(-1)
+            out = out.index_add(0, token, self.experts[e](h[token]) * full[token, e, None])
+        return out
+
+    def _any_mask(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The same with a mask for an index."""
+        full, out = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter(1, ids, w), torch.zeros_like(h)
+        for e in range(E):
+            mask = (ids == e).any(-1)
+            out[mask] += self.experts[e](h[mask]) * full[mask][:, e : e + 1]
         return out
 
     def _where_put(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
