@@ -108,3 +108,53 @@ def _(e: Editor) -> None:
 def _(e: Editor) -> None:
     back = e.make("Max", e.make("Sub", "val_55", e.const(1, np.int64)), e.const(0, np.int64))
     e.read("node_GatherND_57", 1, back)
+
+
+# --- tokens that chose an expert at all, results that are picked, three factors --------------------------------------
+
+ANY, MASK, PICKED, THREE = "moe_any_choice", "moe_any_mask", "moe_picked", "moe_gather_three"
+
+constant("tokens of another expert", "node_eq_45", 1, 1, np.int64, base=ANY)
+constant("a column of another expert", "node_select", 1, 1, np.int64, base=ANY)
+mutant("tokens whose choices are all one expert", ANY)(lambda e: e.op("node_ReduceMax_46", "ReduceMin"))
+mutant("an expert's result is multiplied in", ANY)(lambda e: e.attributes("node_ScatterND_77", reduction="mul"))
+mutant("the larger result stays", ANY)(lambda e: e.attributes("node_ScatterND_112", reduction="max"))
+skips("an expert's rows written nowhere", "node_index_put", base=MASK)
+mutant("another axis is picked along", PICKED)(lambda e: e.attributes("node_gather_1", axis=2))
+
+
+def backwards(e: Editor, value: str) -> str:
+    """Rows from the last to the first."""
+    return e.make("Slice", value, *(e.const(v, np.int64) for v in ([-1], [-100], [0], [-1])))
+
+
+mutant("an expert's weights backwards", ANY)(lambda e: e.read("node_GatherND_65", 1, backwards(e, "val_54")))
+mutant("an expert's tokens in reverse", ANY)(lambda e: e.read("node_GatherND_56", 1, backwards(e, "val_54")))
+
+
+@mutant("the next expert's results are picked", PICKED)
+def _(e: Editor) -> None:
+    e.read("node_gather_1", 1, e.make("Mod", e.make("Add", "expand_2", e.const(1, np.int64)), e.const(8, np.int64)))
+
+
+@mutant("results of the choices in another order", PICKED)
+def _(e: Editor) -> None:
+    ints = [e.const(v, np.int64) for v in ([-1], [-100], [1], [-1])]
+    e.read("node_gather_1", 1, e.make("Slice", "expand_2", *ints))
+
+
+@mutant("an expert's result twice in the stack", PICKED)
+def _(e: Editor) -> None:
+    stack = e.node("node_stack")
+    stack.input[3] = stack.input[2]
+
+
+@mutant("down projections of other experts in one product", THREE)
+def _(e: Editor) -> None:
+    other = e.make("Mod", e.make("Add", "val_60", e.const(1, np.int64)), e.const(8, np.int64))
+    e.read("node_GatherND_109", 1, other)
+
+
+reads("scores for weights in one product", "node_einsum_2", 2, "gather", base=THREE)
+mutant("the sum of squares", THREE)(lambda e: e.op("node_linalg_vector_norm", "ReduceSumSquare"))
+mutant("the largest norm", THREE)(lambda e: e.op("node_linalg_vector_norm", "ReduceL2"))
