@@ -125,7 +125,7 @@ mutant("another axis is picked along", PICKED)(lambda e: e.attributes("node_gath
 
 def backwards(e: Editor, value: str) -> str:
     """Rows from the last to the first."""
-    return e.make("Slice", value, *(e.const(v, np.int64) for v in ([-1], [-100], [0], [-1])))
+    return e.make("Slice", value, *(e.const(v, np.int64) for v in ([-1], [-9999], [0], [-1])))
 
 
 mutant("an expert's weights backwards", ANY)(lambda e: e.read("node_GatherND_65", 1, backwards(e, "val_54")))
