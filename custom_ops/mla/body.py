@@ -249,15 +249,19 @@ class _Body:
             if rope is not None and key_ropes is not None:
                 query, keys = inner.concat([query, rope], axis=3), inner.concat([latents, key_ropes], axis=2)
                 width += config.qk_rope_head_dim
-            flat = inner.op("Reshape", query, inner.const([0, -1, width]))
-            scores = inner.matmul(flat, inner.swap_last(keys, 3))
-            heads = inner.const([0, config.num_heads, -1])
-            scores = inner.op("Reshape", scores, inner.concat([heads, count], axis=0))
+            heads = inner.const([config.num_heads])
+            rows = inner.mul(cache.tokens, heads)
+
+            def shaped(value: ir.Value, *dims: ir.Value) -> ir.Value:
+                # no -1: with an axis of size zero there is nothing to tell its size by
+                return inner.op("Reshape", value, inner.concat([cache.batch, *dims], axis=0), allowzero=1)
+
+            flat = shaped(query, rows, inner.const([width]))
+            scores = shaped(inner.matmul(flat, inner.swap_last(keys, 3)), heads, cache.tokens, count)
             seen = self.seen(inner, cache, count, cache.tokens, None)
             weights = self.softmax(inner, scores, seen, self.mask)
-            flat = inner.op("Reshape", weights, inner.concat([inner.const([0, -1]), count], axis=0))
-            o = inner.reshape(inner.matmul(flat, latents), [0, config.num_heads, -1, config.kv_lora_rank])
-            return [inner.matmul(o, to_value)]
+            o = inner.matmul(shaped(weights, rows, count), latents)
+            return [inner.matmul(shaped(o, heads, cache.tokens, inner.const([config.kv_lora_rank])), to_value)]
 
         def expanded(inner: GraphBuilder) -> list[ir.Value]:
             key, value = self.expand(inner, latents, key_ropes)

@@ -43,13 +43,29 @@ def test_every_case_and_length(name: str) -> None:
 
 
 @settings(max_examples=48, deadline=None, derandomize=True)
-@given(call=calls(tokens=30, fewest=1), opset=st.sampled_from([19, 21, 23]), known=st.booleans())
+@given(call=calls(tokens=30), opset=st.sampled_from([19, 21, 23]), known=st.booleans())
 def test_anything(call: Drawn, opset: int, known: bool) -> None:
     config, inputs = call.config, call.inputs()
     model = call_model(config, inputs, opset, call.dtype, seq_len=call.tokens if known else None)
     got = run(session(model), config, inputs)
     allowed = tolerance("body", call.dtype, call.case, config.cache_type)
     assert_close(config, inputs, got, allowed, call)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_no_tokens_and_no_sequences(known: bool) -> None:
+    """Nothing comes out; caches stay as they were."""
+    for name in ("no-cache", "full", "expanded", "static"):
+        config = CONFIGS[name]
+        inputs = draw_inputs(config, 2, 3, 20, np.random.default_rng(0))
+        running = session(call_model(config, inputs, seq_len=3 if known else None))
+        nobody = {n: a[:0] if a.shape[:1] == (2,) else a for n, a in inputs.items()}
+        assert run(running, config, nobody)["o"].shape == (0, 3, config.num_heads * config.v_head_dim), name
+        if not known:
+            inputs = draw_inputs(config, 2, 0, 20, np.random.default_rng(0))
+            got = run(running, config, inputs)
+            assert got["o"].shape == (2, 0, config.num_heads * config.v_head_dim), name
+            assert_close(config, inputs, got, tolerance("body", "float32"), name)
 
 
 @pytest.mark.parametrize("opset", [18, 19, 20, 21, 23, 24, 26])
