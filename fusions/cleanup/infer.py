@@ -109,8 +109,13 @@ def _infer_open(model: ir.Model) -> None:
     if open_:
         infer(model)
     for value, shape in open_.items():
-        if value.shape is None:
+        if value.shape is None or len(value.shape) != len(shape):
             value.shape = shape
+            continue
+        # what was known of the other sizes stays so: ``SpellSizes`` knows more than inference
+        dims = [old if isinstance(old, int) else new for old, new in zip(shape, value.shape, strict=True)]
+        if dims != list(value.shape):
+            value.shape = ir.Shape(dims)
 
 
 def is_inferred(dim: int | ir.SymbolicDim | None) -> bool:
