@@ -54,7 +54,7 @@ DELTAFUSE_INLINE float Sum(Vec v) {
 // exp by 2^n * exp(r), |r| <= ln 2 / 2; relative error about 2e-7. Zero below -87.3, where float32 has no normal value.
 DELTAFUSE_INLINE Vec Exp(Vec x) {
   const Vec low = Splat(-87.3f);
-  const Vec y = Smaller(Larger(low, x), Splat(88.0f));  // NaN: Larger(low, NaN) is NaN
+  const Vec y = Smaller(Splat(88.0f), Larger(low, x));  // NaN stays: both give their second operand then
   const Vec shifted = y * Splat(1.44269504088896341f) + Splat(12582912.0f);
   const Vec n = shifted - Splat(12582912.0f);
   Vec r = y - n * Splat(0.693359375f);

@@ -153,7 +153,7 @@ class _Body:
         if not self.config.has_mask:
             return weights
         largest = b.op("ReduceMax", scores, b.const([-1]), keepdims=1)
-        return b.op("Where", b.op("Greater", largest, nothing), weights, b.const(0.0))
+        return b.op("Where", b.op("Equal", largest, nothing), b.const(0.0), weights)  # NaN stays NaN
 
     def attention(
         self,

@@ -66,7 +66,9 @@ static void Weigh(const Call& call, const Tile& tile, int64_t row, int64_t first
   float peak = most[0];
   for (int i = 1; i < kLanes; ++i)
     if (most[i] > peak) peak = most[i];
-  if (peak == none) {
+  if (peak == none) {  // nothing is seen, or nothing but NaN
+    for (int64_t j = 0; j < padded; ++j)
+      if (scores[j] != scores[j]) *largest = *total = scores[j];
     FillRow(scores, padded, 0.0f);
     return;
   }

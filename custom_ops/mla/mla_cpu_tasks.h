@@ -82,7 +82,7 @@ static void Combine(const Call& call, int64_t batch, int64_t row, float* to) {
     total += state[plan.width + 1] * factor[0];
     for (int64_t c = 0; c < plan.width; c += kLanes) Store(to + c, Load(to + c) + Load(state + c) * factor);
   }
-  const Vec factor = Splat(total > 0.0f ? 1.0f / total : 0.0f);
+  const Vec factor = Splat(total != 0.0f ? 1.0f / total : 0.0f);
   for (int64_t c = 0; c < plan.width; c += kLanes) Store(to + c, Load(to + c) * factor);
 }
 
@@ -200,7 +200,7 @@ static void RunExpanded(const Call& call, int64_t task, float* scratch) {
     float* state = tile.states + r * plan.state_row;
     const int64_t token = tile.first + r;
     const float total = state[plan.width + 1];
-    const float factor = total > 0.0f ? GateOf(p, tile.batch, token, tile.head) / total : 0.0f;
+    const float factor = total != 0.0f ? GateOf(p, tile.batch, token, tile.head) / total : 0.0f;
     for (int64_t c = 0; c < plan.width; c += kLanes) Store(state + c, Load(state + c) * Splat(factor));
     const int64_t at = ((tile.batch * p.seq_len + token) * p.num_heads + tile.head) * p.v_head_dim;
     StoreRow(p.o, p.dtype, at, state, p.v_head_dim);

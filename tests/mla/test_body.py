@@ -68,6 +68,15 @@ def test_no_tokens_and_no_sequences(known: bool) -> None:
             assert_close(config, inputs, got, tolerance("body", "float32"), name)
 
 
+def test_nan_is_not_taken_for_a_query_without_keys() -> None:
+    config = CONFIGS["no-cache"]
+    config = replace(config, has_mask=True, bool_mask=False)
+    inputs = draw_inputs(config, 2, 5, 0, np.random.default_rng(3))
+    inputs["q"][1, 2] = np.nan
+    got = run(session(call_model(config, inputs)), config, inputs)["o"]
+    assert np.isnan(got[1, 2]).all() and np.isfinite(np.delete(got[1], 2, 0)).all()
+
+
 @pytest.mark.parametrize("opset", [18, 19, 20, 21, 23, 24, 26])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_opsets_and_types(opset: int, dtype: str) -> None:

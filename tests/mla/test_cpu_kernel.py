@@ -203,6 +203,29 @@ def test_nan_in_one_row_stays_there(kernel: CpuKernel) -> None:
     assert relative_error(got[[0, 2]], want[[0, 2]]) < tolerance("cpu", "float32")
 
 
+@pytest.mark.parametrize("limit", [BASELINE, AVX2, BEST])
+def test_nan_scores_are_not_hidden(kernel: CpuKernel, limit: int) -> None:
+    """Of one key alone, whose value is a number, and of all keys of a query: in both forms of the attention."""
+    kernel.instruction_set(limit)
+    try:
+        for name in ("expanded", "full", "no-cache"):
+            config = replace(CONFIGS[name], has_mask=False, window=0)
+            inputs = draw_inputs(config, 2, 4, 70, np.random.default_rng(9))
+            want = kernel.run(config, inputs)["o"]
+            if config.cache == "expanded":
+                key = {n: a.copy() for n, a in inputs.items()}
+                key["past_key"][1, :, 3, 0] = np.nan
+                got = kernel.run(config, key)["o"]
+                assert np.isnan(got[1]).all() and np.array_equal(got[0], want[0]), name
+            query = {n: a.copy() for n, a in inputs.items()}
+            query["q"][1, 2] = np.nan
+            got = kernel.run(config, query)["o"]
+            assert np.isnan(got[1, 2]).all(), name
+            assert np.array_equal(np.delete(got[1], 2, 0), np.delete(want[1], 2, 0)), name
+    finally:
+        kernel.instruction_set(BEST)
+
+
 def test_no_tokens_and_no_batch(kernel: CpuKernel) -> None:
     for batch, tokens in ((2, 0), (0, 3)):
         inputs = draw_inputs(FULL, batch, tokens, 6, np.random.default_rng(10))
