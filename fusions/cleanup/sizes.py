@@ -7,6 +7,7 @@ PyTorch's older exporter does, and numbers of heads are unknown then.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -30,7 +31,7 @@ class SpellSizes(Pass):
     def run(self, model: ir.Model, report: PassReport) -> None:
         infer_open(model)
         for _ in range(ROUNDS):
-            told: dict[str, int] = {}
+            told: dict[str, int | ir.SymbolicDim] = {}
             for node in model.graph:
                 if is_op(node, "Reshape"):
                     told |= _open_size(node)
@@ -47,8 +48,8 @@ class SpellSizes(Pass):
         report.changed = report.matched > 0
 
 
-def _open_size(node: ir.Node) -> dict[str, int]:
-    """The one size of the result that the input's sizes give a number, by its name."""
+def _open_size(node: ir.Node) -> dict[str, int | ir.SymbolicDim]:
+    """The one size of the result that the input's sizes give a number, or another name, by its name."""
     source, result = node.inputs[0], node.outputs[0]
     if source is None or source.shape is None or result.shape is None:
         return {}
@@ -59,14 +60,18 @@ def _open_size(node: ir.Node) -> dict[str, int]:
             after.remove(dim)
     names = [symbol(d) for d in after if not isinstance(d, int)]
     numbers = [d for d in before if isinstance(d, int)]
-    if len(numbers) < len(before) or len(names) != 1 or names[0] is None or not names[0].isidentifier():
+    if len(names) != 1 or names[0] is None or not names[0].isidentifier():
         return {}
     whole, rest = math.prod(numbers), math.prod(d for d in after if isinstance(d, int))
+    if len(numbers) < len(before):
+        named = [d for d in before if not isinstance(d, int)]
+        alike = len(named) == 1 and symbol(named[0]) is not None and whole == rest and whole > 0
+        return {names[0]: named[0]} if alike and names[0].startswith("unk__") else {}
     return {names[0]: whole // rest} if rest and whole and whole % rest == 0 else {}
 
 
-def _put(value: ir.Value, told: dict[str, int]) -> None:
-    """Numbers for names in a value's shape; what the model promises of its outputs stays."""
+def _put(value: ir.Value, told: Mapping[str, int | ir.SymbolicDim]) -> None:
+    """Numbers, or better names, for names in a value's shape; what the model promises of its outputs stays."""
     if value.shape is None or value.is_graph_output():
         return
     dims = [told.get(symbol(d) or "", d) for d in value.shape]

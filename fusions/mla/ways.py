@@ -119,6 +119,13 @@ def _other_layer(view: GraphView, k_flow: Flow, v_flow: Flow) -> Refusal | None:
     if len(v_flow.leaves) != 1 or len(k_flow.leaves) != 2:
         return None
     leaf = next(iter(v_flow.leaves))
+    if leaf in k_flow.leaves and v_flow.weights and k_flow.weights:
+        kind = v_flow.weights[0][0].op_type
+        return Refusal(
+            "weights", f"keys and values are made of latents by weights of three axes ({kind}), not a MatMul"
+        )
+    if _biased(view, leaf) is not None and any(_biased(view, k) is _biased(view, leaf) for k in k_flow.leaves):
+        return Refusal("bias", "the layers that make keys and values of latents have biases; the op has none there")
     cut = leaf.producer()
     base = cut.inputs[0] if is_op(cut, "Split", "Slice") and cut is not None else leaf
     shared = [k for k in k_flow.leaves if k is base or (k.producer() is not None and base in k.producer().inputs)]  # type: ignore[union-attr]
@@ -134,6 +141,19 @@ def _other_layer(view: GraphView, k_flow: Flow, v_flow: Flow) -> Refusal | None:
             "tensor; give it as DequantizeLinear in front of a MatMul, or quantize behind fusing (--quantize)",
         )
     return None
+
+
+def _biased(view: GraphView, leaf: ir.Value) -> ir.Value | None:
+    """What a linear layer with a bias reads."""
+    node = leaf.producer()
+    if is_op(node, "Add") and node is not None:
+        layers = [v.producer() for v in node.inputs if v is not None and not view.is_const(v)]
+        node = layers[0] if len(layers) == 1 else None
+    elif not is_op(node, "Gemm") or node is None or len(node.inputs) < 3:
+        return None
+    if node is None or view.weight_of(node) is None or node.inputs[0] is None:
+        return None
+    return unmoved(view, node.inputs[0])
 
 
 def _queries(view: GraphView, value: ir.Value, flow: Flow) -> list[ir.Value] | None:
