@@ -35,7 +35,7 @@ from .reader import Reader
 from .router import Router, low_bias, other_scores
 from .sites import Site, cuts
 from .slabs import Slab
-from .tail import End, read_ends
+from .tail import GATE, End, read_ends
 
 #: Ops that compute shapes and nothing else.
 _SHAPES = frozenset("Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split())
@@ -101,6 +101,8 @@ def _candidates(
             continue
         if first is not None and end.shared is None and first.code == "shared":
             made.not_absorbed.append(first)
+        elif end.shared is None and GATE in reader.why:
+            made.not_absorbed.append(Refusal("shared", GATE, site.name))
         found.append(made)
     if not found:
         return first or Refusal("experts", "the block has no end", site.name)

@@ -11,6 +11,8 @@ from .linear import Linear, read_linear
 from .mlp import Mlp, read_mlp
 from .reader import Reader, takes_the_only_one
 
+#: Why a shared expert stays outside.
+GATE = "the gate of the shared expert has a bias or is quantized: it stays beside the node"
 _ONWARDS = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 
 
@@ -49,7 +51,10 @@ def _product(r: Reader, value: ir.Value | None) -> Shared | None:
     for gate, output in (node.inputs, node.inputs[::-1]):
         sigmoid = r.node(r.moved(gate), "Sigmoid")
         layer = None if sigmoid is None else read_linear(r, r.moved(sigmoid.inputs[0]))
-        if layer is None or layer.width != 1 or layer.bias is not None or layer.seen.quantized:
+        if layer is None or layer.width != 1:
+            continue
+        if layer.bias is not None or layer.seen.quantized:
+            r.refuse(GATE)
             continue
         mlp = r.attempt(read_mlp, output)
         if mlp is not None and _plain(mlp):

@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from attacks.builder import Graph
+from attacks.moe_builder import HIDDEN, Moe
 from deltafuse.custom_ops.moe.packing import unpack
 from deltafuse.fusions.moe import cut
 from deltafuse.fusions.pipeline import fuse_model
@@ -234,6 +236,16 @@ def test_the_shared_expert_may_stay_outside() -> None:
     report, _ = fused(library.export("moe_hy_v4").proto())
     assert report.regions[0].config["shared_intermediate_size"] == 0
     assert any(r.code == "shared" for r in report.regions[0].not_absorbed)
+
+
+def test_a_gate_with_a_bias_leaves_the_shared_expert_outside() -> None:
+    def gated(g: Graph, x: str) -> str:
+        gate = g.op("Add", g.op("MatMul", x, g.weight(HIDDEN, 1)), g.weight(1))
+        return g.op("Mul", x, g.op("Sigmoid", gate))
+
+    report, _ = fused(Moe(shared=gated).model())
+    assert report.count("moe") == 1, kit.why(report)
+    assert ["the gate of the shared expert has a bias" in str(r) for r in report.regions[0].not_absorbed] == [True]
 
 
 @pytest.mark.parametrize(
