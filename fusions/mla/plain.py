@@ -2,7 +2,8 @@
 
 - ``Where(hidden, -inf, scores)``, PyTorch's ``masked_fill``, becomes ``Where(not hidden, scores, -inf)``.
 - A mask of two or three axes gets four.
-- ``RotaryEmbedding``, which torch.onnx makes of rotations from opset 23 on, becomes its sums and products.
+- ``RotaryEmbedding``, which torch.onnx makes of rotations from opset 23 on, and ONNX Runtime's own, which onnxscript's
+  fusions for it make, become their sums and products.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..graph import GraphView, attribute_int, is_op, rank_of, static_dims
+from ..graph import GraphView, attribute_float, attribute_int, is_op, rank_of, static_dims
 from .core import is_anchor, leads_to_product
 from .masks import nothing
 
@@ -24,6 +25,8 @@ class Plain:
         self.graph = graph
         self._undo: list[Callable[[], None]] = []
         self._constants: set[ir.Value] = set()
+        self._tables: dict[tuple[ir.Value, ir.Value | None, int], ir.Value] = {}  # rows of cosines and sines
+        self._table_nodes: list[ir.Node] = []
 
     def make(self) -> None:
         """Bring the forms to the plain ones."""
@@ -35,8 +38,8 @@ class Plain:
             elif is_op(node, "Add"):
                 for i in (0, 1):
                     self._widen(view, node, i)
-            elif is_op(node, "RotaryEmbedding"):
-                self._spell(view, node)
+            elif node.op_type == "RotaryEmbedding" and (operands := _operands(node)) is not None:
+                self._spell(node, *operands)
 
     def restore(self) -> None:
         """Take back what still stands in the graph: it was not fused."""
@@ -103,11 +106,9 @@ class Plain:
 
     # --- rotations --------------------------------------------------------------------------------------------------
 
-    def _spell(self, view: GraphView, node: ir.Node) -> None:
+    def _spell(self, node: ir.Node, x: ir.Value, cos: ir.Value, sin: ir.Value, places: ir.Value | None) -> None:
         """Write a rotation out as the sums and products that it is."""
-        x, cos, sin = node.inputs[:3]
-        places = node.inputs[3] if len(node.inputs) > 3 else None
-        if x is None or cos is None or sin is None or node.outputs[0].is_graph_output() or not _feeds_attention(node):
+        if node.outputs[0].is_graph_output() or not _feeds_attention(node):
             return
         dims, width = static_dims(x), attribute_int(node, "rotary_embedding_dim", 0)
         heads = attribute_int(node, "num_heads", 0)
@@ -129,13 +130,24 @@ class Plain:
 
         tables = []
         for table in (cos, sin):
-            rows = None if table.shape is None else [*table.shape[:-1], width // 2]
-            if places is not None:
-                rows = None if places.shape is None else [*places.shape, width // 2]
-                table = add("Gather", [table, places], rows, axis=0)
             at = 2 if len(dims) == 3 else 1
-            wide = None if rows is None else [*rows[:at], 1, *rows[at:]]
-            tables.append(add("Unsqueeze", [table, ints(at)], wide))
+            known = self._tables.get((table, places, at))
+            if known is None:
+                before, rows = len(made), table.shape
+                value = table
+                if places is not None:
+                    value, rows = add("Gather", [table, places], None, axis=0), places.shape
+                front = None if rows is None else list(rows if places is not None else rows[:-1])
+                known = add(
+                    "Unsqueeze", [value, ints(at)], None if front is None else [*front[:at], 1, *front[at:], width // 2]
+                )
+                for fresh in made[before:]:
+                    fresh.outputs[0].type = None if table.dtype is None else ir.TensorType(table.dtype)
+                if places is not None and front is not None:
+                    value.shape = ir.Shape([*front, width // 2])
+                self._tables[table, places, at] = known
+                self._table_nodes += made[before:]
+            tables.append(known)
         if len(dims) == 3:
             shape = [*shape[:2], heads, head]
             x = add("Reshape", [x, ints(0, 0, heads, head)], shape)
@@ -167,13 +179,15 @@ class Plain:
         self.graph.insert_before(node, made)
         result, attributes = node.outputs[0], dict(node.attributes)
         given = [v for v in node.inputs if v is not None]
-        slots = [next((n, i) for n in made for i, v in enumerate(n.inputs) if v is value) for value in given]
+        readers = [*self._table_nodes, *made]
+        slots = [next((n, i) for n in readers for i, v in enumerate(n.inputs) if v is value) for value in given]
         result.replace_all_uses_with(turned)
         self.graph.remove(node, safe=True)
 
         def undo() -> None:
             if made[-1].graph is not None and turned.uses():
-                again = ir.node("RotaryEmbedding", [n.inputs[i] for n, i in slots], attributes, name=node.name)
+                operands = [n.inputs[i] for n, i in slots]
+                again = ir.node(node.op_type, operands, attributes, domain=node.domain, name=node.name)
                 value = again.outputs[0]
                 value.name, value.type, value.shape = result.name, result.type, result.shape
                 again.metadata_props.update(node.metadata_props)
@@ -229,6 +243,20 @@ class Plain:
             for value in inputs:
                 if value in self._constants and not value.uses():
                     self.graph.initializers.pop(str(value.name), None)
+
+
+def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value | None] | None:
+    """What is rotated, cosines, sines and places in them, of a ``RotaryEmbedding`` of ONNX or of ONNX Runtime."""
+    x, *rest = [*node.inputs, None, None, None]
+    if is_op(node, "RotaryEmbedding"):
+        cos, sin, places = rest[:3]
+    elif node.domain == "com.microsoft" and attribute_float(node, "scale", 1.0) == 1.0:
+        places, cos, sin = rest[:3]
+        if attribute_int(node, "is_packed_batching", 0) or places is None or rank_of(places) != 2:
+            return None
+    else:
+        return None
+    return None if x is None or cos is None or sin is None else (x, cos, sin, places)
 
 
 def _feeds_attention(node: ir.Node) -> bool:

@@ -40,14 +40,14 @@ def other(
             return x, draw(1, 1, 1, 4), draw(1, 1, 1, 4), draw(rows, 1, past, 20)
         if style == "scatter":
             return x, torch.tensor([past]), draw(1, 40, 16), draw(1, 40, 4)
-        return (x, torch.arange(tokens)[None]) if style == "inverse" else (x,)
+        return (x, torch.arange(tokens).repeat(rows, 1)) if style == "inverse" else (x,)
 
     past_axes = {
         "deepseek": ({0: TOKENS}, {0: TOKENS}, {0: TOKENS, 1: TOKENS}),
         "deepseek_absorbed": ({0: TOKENS}, {0: TOKENS}, {0: batch, 1: PAST}, {0: batch, 1: PAST}),
         "one": (None, None, {0: batch, 2: PAST}),
         "scatter": (None, None, None),
-        "inverse": ({1: TOKENS},),
+        "inverse": ({0: batch, 1: TOKENS},),
     }.get(style, ())
     count, past = (1, 7) if one else (5, 7)
     args = inputs(count, past)

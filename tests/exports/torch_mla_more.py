@@ -70,8 +70,8 @@ class OtherMla(torch.nn.Module):
 
     @staticmethod
     def halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        a, b = x.chunk(2, -1)
-        return x * cos + torch.cat([-b, a], -1) * sin
+        half = x.shape[-1] // 2  # sliced as transformers does, which torch.onnx knows from opset 23 on
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         return self.halves(x, self.cos_table[: x.shape[2]], self.sin_table[: x.shape[2]])
