@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from ..dims import symbol
-from ..graph import is_op
+from ..graph import attribute_int, is_op
 from ..passes import Pass
 from ..result import PassReport
 
@@ -76,8 +76,35 @@ def infer_open(model: ir.Model) -> None:
     """Infer anew the shapes that have sizes which an inference before gave names of its own: what was computed then may
     be constant now. Where nothing better is found, these sizes have no name any more."""
     _infer_open(model)
-    if _keep_uncut(model):
+    uncut, products = _keep_uncut(model), _say_products(model)
+    if uncut:
         _infer_open(model)
+    if products:
+        infer(model)
+
+
+def _say_products(model: ir.Model) -> bool:
+    """Say the sizes of ORT's products with operands turned over, which inference does not know."""
+    changed = False
+    for node in model.graph:
+        if node.op_type != "FusedMatMul" or node.domain != "com.microsoft" or node.outputs[0].shape is not None:
+            continue
+        a, b = node.inputs[:2]
+        if a is None or b is None or a.shape is None or b.shape is None or min(len(a.shape), len(b.shape)) < 2:
+            continue
+        if any(attribute_int(node, f"transBatch{side}", 0) for side in "AB"):
+            continue
+        left, right = list(a.shape), list(b.shape)
+        rows = left[-1 if attribute_int(node, "transA", 0) else -2]
+        columns = right[-2 if attribute_int(node, "transB", 0) else -1]
+        front, other = sorted((left[:-2], right[:-2]), key=len, reverse=True)
+        for i, dim in enumerate(reversed(other)):
+            if front[-1 - i] == 1:
+                front[-1 - i] = dim
+        value = node.outputs[0]
+        value.shape, changed = ir.Shape([*front, rows, columns]), True
+        value.type = value.type or a.type
+    return changed
 
 
 def _keep_uncut(model: ir.Model) -> bool:

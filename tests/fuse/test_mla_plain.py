@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from deltafuse.fusions.mla.plain import Plain
 from deltafuse.fusions.pipeline import fuse_model
 from exports import library
 from onnx import helper, numpy_helper
@@ -76,3 +77,55 @@ def test_what_is_not_fused_keeps_its_form(contrib: bool | None) -> None:
     ]
     assert counts[0] == counts[1]
     kit.same(before, after, *map(library.export("mla_inverse_op23").feeds, LENGTHS))
+
+
+@pytest.mark.parametrize("form", ["rows", "places", "contrib"])
+@pytest.mark.parametrize("partial", [0, 4])
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("rank", [3, 4])
+def test_a_rotation_written_out_is_the_same(rank: int, interleaved: int, partial: int, form: str) -> None:
+    """Proofs run what is written out, so nothing else would tell."""
+    contrib, places, heads, width = form == "contrib", form != "rows", 3, 8
+    half = (partial or width) // 2
+    x = ["B", "S", heads * width] if rank == 3 else ["B", heads, "S", width]
+    table: list[int | str] = [20, half] if places else ["B", "S", half]
+    inputs = ["x", "places", "cos", "sin"] if contrib else ["x", "cos", "sin", *(["places"] if places else [])]
+    node = helper.make_node(
+        "RotaryEmbedding",
+        inputs,
+        ["turned"],
+        name="rotation",
+        domain="com.microsoft" if contrib else "",
+        interleaved=interleaved,
+        num_heads=heads,
+        rotary_embedding_dim=partial,
+    )
+    value = helper.make_tensor_value_info
+    kind = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        [node, helper.make_node("Neg", ["turned"], ["y"]), helper.make_node("Softmax", ["turned"], ["weights"])],
+        "rotation",
+        [value("x", kind, x), value("cos", kind, table), value("sin", kind, table)]
+        + ([value("places", onnx.TensorProto.INT64, ["B", "S"])] if places else []),
+        [value("y", kind, x), value("weights", kind, x)],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    before = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    model = ir.from_proto(before)
+    plain = Plain(model.graph)
+    plain.make()
+    after = ir.to_proto(model)
+    assert "RotaryEmbedding" not in kit.ops(after.graph)
+    plain.restore()
+    again = ir.to_proto(model)
+    assert [n.op_type for n in again.graph.node] == [n.op_type for n in graph.node]
+    rng = np.random.default_rng(0)
+    sizes = {"B": 2, "S": 5}
+    feeds = {
+        v.name: rng.standard_normal([sizes.get(d, d) for d in library.shape_of(v)]).astype(np.float32)
+        for v in before.graph.input
+    }
+    if places:
+        feeds["places"] = rng.integers(0, 20, (2, 5))
+    kit.same(before, after, feeds)
+    kit.same(before, again, feeds)

@@ -10,6 +10,7 @@ from attacks.builder import Graph
 from attacks.kit import fuse, why
 from attacks.mla_builder import Mla
 from deltafuse.fusions.cleanup import cleanup_passes
+from deltafuse.fusions.cleanup.infer import infer_open
 from deltafuse.fusions.passes import PassManager
 from exports import library
 from onnx import TensorProto
@@ -100,3 +101,19 @@ def test_sizes_of_other_inputs() -> None:
     report, _ = fuse(Mla(normed=other_rows, inputs=dict(pad)).model())
     assert report.count("mla") == 0
     assert "M, a size of 'pad', is none of the operands'" in why(report)
+
+
+@pytest.mark.parametrize("turned", ["", "transA=1", "transB=1"])
+def test_products_with_operands_turned_over_have_sizes(turned: str) -> None:
+    """ONNX Runtime's optimiser makes such products of scores; what is behind them hangs on their shape."""
+    a = "B, 4, 8, S" if turned == "transA=1" else "B, 4, S, 8"
+    b = "1, 4, T, 8" if turned == "transB=1" else "1, 4, 8, T"
+    text = f"""<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]>
+    agraph (float[{a}] a, float[{b}] b) => (float[B, H, S, T] y)
+    {{ scores = com.microsoft.FusedMatMul<{turned or "transA=0"}>(a, b)
+       raised = Exp(scores)
+       y = Neg(raised) }}"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    infer_open(model)
+    for node in list(model.graph)[:2]:
+        assert [str(d) for d in node.outputs[0].shape or ()] == ["B", "4", "S", "T"], node.op_type
