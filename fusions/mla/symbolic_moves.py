@@ -105,8 +105,14 @@ class Moves(Evaluator):
         return Tensor(shape, put(element, {**gone, **moved}))
 
     def _on_expand(self, node: ir.Node) -> Tensor:
-        source = self(node.inputs[0])
-        return Tensor(broadcast(source.shape, tuple(self._vector(node.inputs[1]))), source.element)
+        source, result = self(node.inputs[0]), node.outputs[0]
+        try:
+            wide = tuple(self._vector(node.inputs[1]))
+        except Unknown:  # elements don't hang on it
+            if result.shape is None:
+                raise
+            wide = tuple(of_dim(d, result, i) for i, d in enumerate(result.shape))
+        return Tensor(broadcast(source.shape, wide), source.element)
 
     def _on_slice(self, node: ir.Node) -> Tensor:
         source = self(node.inputs[0])

@@ -23,7 +23,8 @@ def other(
     model = fill(OtherMla(style, sdpa))
     batch = Dim("B", min=2, max=8)
     one = style in ("one", "scatter")
-    rows = 1 if style == "scatter" else 2
+    written = style in ("scatter", "copy")
+    rows = 1 if written else 2
 
     def inputs(tokens: int, past: int) -> tuple[torch.Tensor, ...]:
         seed = torch.Generator().manual_seed(tokens + past)
@@ -38,7 +39,7 @@ def other(
             return x, draw(tokens, 2), draw(tokens, 2), draw(rows, past, 16), draw(rows, past, 4)
         if style == "one":
             return x, draw(1, 1, 1, 4), draw(1, 1, 1, 4), draw(rows, 1, past, 20)
-        if style == "scatter":
+        if written:
             return x, torch.tensor([past]), draw(1, 40, 16), draw(1, 40, 4)
         return (x, torch.arange(tokens).repeat(rows, 1)) if style == "inverse" else (x,)
 
@@ -47,14 +48,17 @@ def other(
         "deepseek_absorbed": ({0: TOKENS}, {0: TOKENS}, {0: batch, 1: PAST}, {0: batch, 1: PAST}),
         "one": (None, None, {0: batch, 2: PAST}),
         "scatter": (None, None, None),
+        "copy": (None, None, None),
         "inverse": ({0: batch, 1: TOKENS},),
     }.get(style, ())
     count, past = (1, 7) if one else (5, 7)
     args = inputs(count, past)
     names = ["x", *(f"rest_{i}" for i in range(len(args) - 1))]
-    first = None if style == "scatter" else {0: batch} if one else {0: batch, 1: TOKENS}
+    first = {} if written else {0: batch}
+    if not one:
+        first[1] = TOKENS
     axes = (first, *past_axes)
-    made = [f"out_{i}" for i in range({"deepseek_absorbed": 3, "scatter": 3, "one": 2}.get(style, 1))]
+    made = [f"out_{i}" for i in range({"deepseek_absorbed": 3, "scatter": 3, "copy": 3, "one": 2}.get(style, 1))]
     export(
         model,
         args,
@@ -89,6 +93,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "legacy_tril": dict(style="tril", legacy=True),
     "inverse_op23": dict(style="inverse", opset=23),
     "scatter": dict(style="scatter"),
+    "legacy_copy": dict(style="copy", legacy=True),
 }
 
 if __name__ == "__main__":

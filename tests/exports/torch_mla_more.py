@@ -27,7 +27,7 @@ class OtherMla(torch.nn.Module):
     - "two": a product for each of the two parts of the scores, filled where a triangle does not reach.
     - "tril": the causal mask and the rotation cut from tables, by every tensor for itself; ``masked_fill``.
     - "inverse": cosines computed from positions, halves doubled, as transformers does.
-    - "scatter": `scatter` into caches of one size, one token.
+    - "scatter": `scatter` into caches of one size, one token; "copy": `index_copy` of some tokens from a place on.
     """
 
     def __init__(self, style: str, sdpa: bool = False) -> None:
@@ -55,7 +55,7 @@ class OtherMla(torch.nn.Module):
             found = self.deepseek(q, latent, k_rope, rest)
         elif self.style == "one":
             found = self.one(q, latent, k_rope, rest)
-        elif self.style == "scatter":
+        elif self.style in ("scatter", "copy"):
             found = self.scatter(q, latent, k_rope, rest)
         else:
             found = self.plain(q, latent, k_rope, rest)
@@ -123,6 +123,8 @@ class OtherMla(torch.nn.Module):
         self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, rest: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         place, latents, keys = rest
+        if self.style == "copy":
+            place = place + torch.arange(q.shape[1])
         cos, sin = self.cos_table[place], self.sin_table[place]
         q_nope, q_rope = q.transpose(1, 2).split([NOPE, ROPE], -1)
         new = (self.kv_norm(latent), self.halves(k_rope, cos, sin))
