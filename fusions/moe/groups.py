@@ -16,12 +16,14 @@ LOWEST = (-math.inf, float(np.finfo(np.float32).min), -3.3895313892515355e38, -6
 #: Scores are 0 or more, so any number below all biases does for choices as minus infinity does (``low_bias`` looks at
 #: the biases). Numbers above this one are in reach of the biases that proofs draw.
 LOW = -10.0
+#: Choices that such a number is added to are all the same.
+DROWNED = -9.9e8
 
 
 @dataclass(frozen=True)
 class Groups:
     """Groups that stay. ``fill`` is what the choices of the others become, ``least`` the number that the graph writes
-    for it: choices that are no larger would not be what the op takes them for."""
+    for it: choices that are no larger would not be what the op takes them for. ``added``: it is added to them."""
 
     count: int
     kept: int
@@ -29,13 +31,20 @@ class Groups:
     fill: str
     mask: ir.Node
     least: float = 0.0
+    added: bool = False
 
 
 def read_masked(r: Reader, value: ir.Value) -> tuple[ir.Value, Groups] | None:
     """(choice before the mask, groups) of masked choices."""
     base = r.moved(value)
-    node = r.node(base, "Where", "Mul")
+    node = r.node(base, "Where", "Mul", "Add")
     if node is None:
+        return None
+    if node.op_type == "Add":
+        for added, inner in (node.inputs, node.inputs[::-1]):
+            taken = r.attempt(_added, added)
+            if taken is not None and inner is not None:
+                return _groups(r, inner, taken[0], "-inf", taken[1], added=True)
         return None
     if node.op_type == "Mul":
         for mask, inner in (node.inputs, node.inputs[::-1]):
@@ -56,6 +65,32 @@ def read_masked(r: Reader, value: ir.Value) -> tuple[ir.Value, Groups] | None:
     if number <= LOW:
         return _groups(r, inner, found[0], "-inf", number)
     r.refuse(f"choices of groups that do not stay become {number:g}: the op knows 0, and numbers below all choices")
+    return None
+
+
+def _added(r: Reader, value: ir.Value | None) -> tuple[ir.Node, float] | None:
+    """(the `TopK` of groups, the number) of what is 0 for groups that stay, and for the others a number so low that
+    float32 holds no digit of a choice beside it: ``(mask - 1) * 1e9``, or a choice between the two."""
+    node = r.node(r.moved(value), "Where", "Mul")
+    if node is None:
+        return None
+    if node.op_type == "Where":
+        found = r.attempt(_mask, node.inputs[0])
+        if found is None:
+            return None
+        stays, others = node.inputs[1:] if found[1] else node.inputs[:0:-1]
+        number = r.filled(others) if r.is_filled(stays, 0.0) else None
+        return (found[0], number) if number is not None and number <= DROWNED else None
+    for factor, difference in (node.inputs, node.inputs[::-1]):
+        scale, step = r.scalar(factor), r.node(r.moved(difference), "Sub", "Add")
+        if scale is None or step is None:
+            continue
+        for mask, one in (step.inputs, step.inputs[::-1]):
+            # mask - 1, mask + -1 or 1 - mask: 0 for groups that stay
+            wanted, rest = (-1.0, -1.0) if step.op_type == "Add" else (1.0, -1.0 if mask is step.inputs[0] else 1.0)
+            found = r.attempt(_mask, mask) if r.scalar(one) == wanted else None
+            if found is not None and found[1] and scale * rest <= DROWNED:
+                return found[0], scale * rest
     return None
 
 
@@ -149,7 +184,7 @@ def _last_axis(node: ir.Node, data: ir.Value | None) -> bool:
 
 
 def _groups(
-    r: Reader, choice: ir.Value, topk: ir.Node, fill: str, least: float = 0.0
+    r: Reader, choice: ir.Value, topk: ir.Node, fill: str, least: float = 0.0, *, added: bool = False
 ) -> tuple[ir.Value, Groups] | None:
     """Groups by the best choices of each: the masked choice must be what the group scores are made of."""
     kept, score = r.scalar(topk.inputs[1]), topk.inputs[0]
@@ -166,7 +201,7 @@ def _groups(
     if r.moved(source) is not r.moved(choice):
         r.refuse("groups are scored by other numbers than those that are chosen from")
         return None
-    return choice, Groups(count, int(kept), top, fill, topk, least)
+    return choice, Groups(count, int(kept), top, fill, topk, least, added)
 
 
 def _group_score(r: Reader, value: ir.Value) -> tuple[ir.Value, int, int] | None:

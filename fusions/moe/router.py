@@ -15,6 +15,8 @@ from .reader import MOVES, Reader, last_dim
 
 #: Logits that are chosen from, at most: more of them are words.
 MOST = 4096
+#: Biases of choices below this leave no digit in a sum with ``groups.DROWNED``.
+SMALL = 16.0
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,8 @@ def low_bias(r: Reader, router: Router) -> str | None:
     if groups is None or bias is None or groups.fill != "-inf" or not math.isfinite(groups.least):
         return None
     lowest = float(np.min(bias.astype(np.float64)))
+    if groups.added and not float(np.max(np.abs(bias.astype(np.float64)))) < SMALL:
+        return f"a bias of {SMALL:g} or more shows beside {groups.least:g}, which is added for groups that do not stay"
     if lowest > groups.least:
         return None
     return f"a bias of {lowest:g} puts choices below {groups.least:g}, which those of groups that do not stay become"

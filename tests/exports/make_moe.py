@@ -41,6 +41,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_view_mask": ("stacked", {"router": {"style": "view"}}),
     "moe_zero_mask": ("gather", {"router": {"fill": 0.0}}),
     "moe_product_mask": ("stacked", {"router": {"style": "product", "fill": 0.0}}),
+    "moe_added_mask": ("stacked", {"router": {"style": "added"}}),
     "moe_masked_weights": (
         "gather",
         {"router": {"score": "softmax", "bias": False, "best": "max", "fill": 0.0, "picked": "values", "norm": False}},

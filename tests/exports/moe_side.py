@@ -63,6 +63,8 @@ class Router(nn.Module):
                 choice = parts.masked_fill(mask.unsqueeze(-1) == 0, self.fill).reshape(count, -1)
             elif self.style == "product":  # zeros by multiplication
                 choice = choice * mask.repeat_interleave(experts // groups, dim=1)
+            elif self.style == "added":  # a low number for the others
+                choice = choice + (mask.repeat_interleave(experts // groups, dim=1) - 1.0) * 1e9
             else:
                 wide = mask.unsqueeze(-1).expand(count, groups, experts // groups).reshape(count, -1)
                 choice = choice.masked_fill(~wide.bool(), self.fill)

@@ -238,6 +238,16 @@ def test_the_shared_expert_may_stay_outside() -> None:
     assert any(r.code == "shared" for r in report.regions[0].not_absorbed)
 
 
+def test_biases_that_show_beside_a_mask_that_is_added() -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(library.export("moe_added_mask").proto())
+    (bias,) = (t for t in model.graph.initializer if t.name == "gate.e_score_correction_bias")
+    bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32(70.0), bias.name))
+    report, _ = fused(model)
+    assert report.count("moe") == 0
+    assert "shows beside -1e+09" in kit.why(report)
+
+
 def test_a_gate_with_a_bias_leaves_the_shared_expert_outside() -> None:
     def gated(g: Graph, x: str) -> str:
         gate = g.op("Add", g.op("MatMul", x, g.weight(HIDDEN, 1)), g.weight(1))
