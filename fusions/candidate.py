@@ -106,6 +106,7 @@ class Candidate:
     not_absorbed: list[Refusal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     explained: frozenset[ir.Node] = frozenset()  # nodes of the steps that were recognised in closed form
+    held: tuple[str, ...] = ()  # names of values of the graph that are what the op's cache holds
 
     def input_values(self) -> list[ir.Value]:
         """The graph values that the rewrite reads, in a fixed order, each once."""

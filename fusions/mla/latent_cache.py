@@ -131,6 +131,7 @@ class LatentCache(Pass):
         known = tokens if isinstance(tokens, int) and tokens > 0 else None
         function = body.build_function(config, graph.opset_imports[""], dtype, seq_len=known)
         new_node = call.make_node(config, given, dtype, seq_len=known, name=node.name)
+        new_node.meta.update(node.meta)
         graph.insert_before(node, new_node)
         call.attach(model, function)
         fresh = dict(zip(config.output_names(), [v for v in new_node.outputs if v.name != ""], strict=True))
@@ -183,12 +184,14 @@ def config_of(node: ir.Node) -> MlaConfig:
     return MlaConfig(
         **settings,
         packed_latent="k_rope" not in given and settings["qk_rope_head_dim"] > 0,
+        packed_cache="past_latent" in given and "past_k_rope" not in given and settings["qk_rope_head_dim"] > 0,
         has_kv_norm="kv_norm_weight" in given,
         has_position_ids="position_ids" in given,
         cos_width=width if isinstance(width, int) else 0,
         has_q_scale="q_scale" in given,
         has_past="past_key" in given or "past_latent" in given,
         static_cache="cache_lengths" in given,
+        paged="block_table" in given,
         has_mask="attn_mask" in given,
         bool_mask="attn_mask" in given and given["attn_mask"].dtype == ir.DataType.BOOL,
         has_present=any(n.startswith("present") for n in made),

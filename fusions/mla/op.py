@@ -25,6 +25,8 @@ PROBES = ((130, 3), (2, 300))
 PRIMES = (11, 13, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
 #: Scores of a magnitude at which float32 itself loses digits of the weights.
 HARD_FACTOR = 5.0
+#: A fused node's ``meta``: names of values of the graph that it came from which are what its cache holds.
+HELD = "deltafuse.held"
 HARD = frozenset({"large-scores", "extreme-last", "wide"})
 
 
@@ -54,6 +56,7 @@ class MlaOp(FusedOp):
         seq_len = 1 if candidate.one_token else tokens if isinstance(tokens, int) and tokens > 1 else None
         function = body.build_function(config, opset, dtype, seq_len=seq_len)
         node = call.make_node(config, inputs, dtype, seq_len=seq_len, name=name)
+        node.meta[HELD] = candidate.held
         asked = [v for v in node.outputs if v.name != ""]
         return function, node, dict(zip(config.output_names(), asked, strict=True))
 

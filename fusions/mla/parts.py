@@ -25,6 +25,7 @@ class Latent:
         joins: the cache.
         weights, factor, epsilon: the norm that was taken in; ``epsilon`` None where none was.
         nodes: the norm's nodes.
+        held: names of values that are the normed latent, of new tokens or of all: what a calibration may know it by.
     """
 
     raw: ir.Value
@@ -33,6 +34,7 @@ class Latent:
     factor: float = 1.0
     epsilon: float | None = None
     nodes: set[ir.Node] = field(default_factory=set)
+    held: list[str] = field(default_factory=list)
 
     def norm_weight(self, rank: int, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
         """The norm's weight from the constants that make it."""
@@ -47,8 +49,11 @@ class Latent:
 def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
     """Walk back from kv_b's input: moves, the cache, the norm."""
     joins: list[Join] = []
+    held: list[str] = []
     while True:
+        held.append(value.name or "")
         value = unmoved(view, value)
+        held.append(value.name or "")
         producer = value.producer()
         if producer is None:
             break
@@ -67,8 +72,8 @@ def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
             break
         joins.append(join)
         value = join.new
-    plain = Latent(value, joins)
-    found = Latent(value, joins)
+    plain = Latent(value, joins, held=held)
+    found = Latent(value, joins, held=held)
     for _ in range(8):
         value = uncast(unmoved(view, value)) or value
         norm = rms_norm_of(value)

@@ -198,6 +198,7 @@ def _candidate(
         not_absorbed=[] if block.end.left is None else [replace(block.end.left, node=name)],
         notes=list(mask.notes),
         explained=explained,
+        held=tuple(dict.fromkeys(filter(None, block.latent.held))),
     )
     candidate.region = _region(view, candidate)
     if quantized is not None:
