@@ -197,7 +197,7 @@ def _heads(core: Core, end: End) -> tuple[int | None, int | None]:
         if dims is not None and len(dims) == 4 and layout in ("BHSD", "BSHD"):
             heads = dims[1 if layout == "BHSD" else 2]
             if heads is not None and dims[3] is not None:
-                return heads, dims[3]
+                return heads, end.width or dims[3]
     for flat in (core.o, core.v):
         dims = static_dims(flat)
         if core.heads and dims is not None and len(dims) == 3 and dims[2] is not None:

@@ -10,9 +10,10 @@ from ...custom_ops.common.refusal import Refusal
 from ..candidate import Operand, Piece, Result
 from ..graph import GraphView, rank_of, static_dims
 from .core import Core
-from .elements import Element, Unknown, put
-from .flow import Flow, Join
-from .linear import Lin, Look, axis, of_dim
+from .elements import Element, Tensor, Unknown, Vec, put
+from .flow import Flow
+from .joins import Join
+from .linear import Cond, Lin, Look, axis, negate, of_dim
 from .parts import Latent
 from .symbolic import Symbolic
 
@@ -139,14 +140,14 @@ def _with_length(symbolic: Symbolic, kind: str, joins: list[Join]) -> Cache | Re
         places = [symbolic(j.index) for j in joins]
     except Unknown:
         return _unclear("are made in a way that has no closed form")
-    # as in an index of ScatterND, [tokens, 1]
-    elements = [_moved(p.element, j.along) for p, j in zip(places, joins, strict=True)]
+    elements = [_places(p, j) for p, j in zip(places, joins, strict=True)]
     element = elements[0]
     if any(e != element for e in elements) or not isinstance(element, Lin):
         return _unclear("are not the same for keys and values")
     start = element.put({"@2": Lin(0)})
     steps = element - start
-    if steps != axis(2) and not (steps == Lin(0) and places[0].shape[-first.along].number == 1):
+    one = first.way in ("truths", "falses") or places[0].shape[-first.along].number == 1
+    if steps != axis(2) and not (steps == Lin(0) and one):
         source = next((a.value.name for a, _ in element.terms if isinstance(a, Look)), None)
         if source is None:
             return _unclear("do not rise by one")
@@ -158,12 +159,32 @@ def _with_length(symbolic: Symbolic, kind: str, joins: list[Join]) -> Cache | Re
     if dims is None or any(d != 1 for d in dims):
         return _unclear(f"start at one of several entries of {value.name!r}")
     nodes = {n for j in joins if j.index is not None for n in symbolic.nodes_of(j.index)}
+    nodes |= {j.node for j in joins if j.way in ("truths", "falses")}  # chooses by what was just read
     return Cache(kind, start, lengths=value, nodes=nodes)
 
 
-def _moved(element: Element, along: int) -> Element:
-    """An element of an index whose tokens lie along an axis, that axis counted as the last but one."""
-    return put(element, {f"@{along}": axis(2)}) if along != 2 else element
+def _places(tensor: Tensor, join: Join) -> Element | None:
+    """The place of each new token, tokens counted along the last axis but one as in an index of ScatterND, [tokens, 1];
+    None where an index tells others."""
+    element = tensor.element
+    if join.way == "places":
+        return put(element, {f"@{join.along}": axis(2)}) if join.along != 2 else element
+    if join.way == "whole":
+        if not isinstance(element, Vec):
+            return None
+        *outer, own = element.items
+        for i, item in enumerate(outer):  # every sequence, and every head, its own
+            rank = len(tensor.shape)
+            if item != (Lin(0) if tensor.shape[i].number == 1 else axis(rank - i)):
+                return None
+        return own
+    if isinstance(element, Cond) and join.way == "falses":
+        element = negate(element)
+    if not isinstance(element, Cond) or element.kind != "eq":
+        return None
+    slope = element.lin.put({"@2": Lin(1)}) - element.lin.put({"@2": Lin(0)})
+    rest = element.lin.put({"@2": Lin(0)})  # place - rest == 0, or rest - place
+    return None if slope.number not in (1, -1) else rest.times(-(slope.number or 0))
 
 
 def _unclear(why: str) -> Refusal:

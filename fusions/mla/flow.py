@@ -10,22 +10,9 @@ import onnx_ir as ir
 
 from ..cleanup.rms_norm import rms_norm_of
 from ..graph import FLOAT_TYPES, GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
+from .joins import Join, join_of, write_of
 
 _MOVES = frozenset("Cast Expand Flatten Identity Neg Reshape Slice Split Squeeze Tile Transpose Unsqueeze".split())
-
-
-@dataclass(frozen=True)
-class Join:
-    """New tokens are joined to a cache: ``present = [past, new]`` along ``axis``, or written into it at ``index``, the
-    axis of whose tokens is ``along``, counted from the last."""
-
-    node: ir.Node
-    past: ir.Value
-    new: ir.Value
-    present: ir.Value
-    axis: int
-    index: ir.Value | None = None
-    along: int = 2
 
 
 @dataclass
@@ -112,7 +99,7 @@ def walk(view: GraphView, start: ir.Value) -> Flow:
         if cut is not None:
             found.joins.append(cut[0])
             visit(cut[1], scale)
-        elif is_op(producer, *_MOVES) or is_op(producer, "Gather"):
+        elif is_op(producer, *_MOVES) or is_op(producer, "Gather") or widens(view, producer):
             visit(producer.inputs[0], scale)
         elif is_op(producer, "Concat"):
             join = join_of(view, producer)
@@ -122,11 +109,14 @@ def walk(view: GraphView, start: ir.Value) -> Flow:
             else:
                 for part in producer.inputs:
                     visit(part, scale)
-        elif is_op(producer, "ScatterND", "ScatterElements"):
+        elif is_op(producer, "ScatterND", "ScatterElements", "Where"):
             join = write_of(view, producer)
             if join is not None:
                 found.joins.append(join)
                 visit(join.new, scale)
+            elif is_op(producer, "Where"):
+                found.lost = found.lost or producer
+                found.leaves.setdefault(value, scale)
             else:
                 visit(producer.inputs[0], scale)
                 visit(producer.inputs[2], scale)
@@ -152,6 +142,19 @@ def walk(view: GraphView, start: ir.Value) -> Flow:
             found.leaves.setdefault(value, scale)
     _whole(found)
     return found
+
+
+def widens(view: GraphView, node: ir.Node) -> bool:
+    """Does a Pad put zeros behind the channels? Attention kernels that want values as wide as keys are given those."""
+    if not is_op(node, "Pad") or attribute_string(node, "mode", "constant") != "constant":
+        return False
+    _, pads, filled, axes = [*node.inputs, None, None, None][:4]
+    counts, rank = view.ints(pads), rank_of(node.outputs[0])
+    if not counts or rank is None or counts[-1] < 0 or (filled is not None and view.scalar(filled) != 0.0):
+        return False
+    if axes is not None:
+        return [a % rank for a in view.ints(axes) or [0]] == [rank - 1] and counts[0] == 0
+    return not any(counts[:-1]) and len(counts) == 2 * rank
 
 
 def joined(flows: list[Flow]) -> Flow:
@@ -260,64 +263,6 @@ def _same_but_ones(a: ir.Value, b: ir.Value) -> bool:
     return left == right
 
 
-def join_of(view: GraphView, node: ir.Node) -> Join | None:
-    """A Concat along another axis than the last: a cache and what is new."""
-    rank = rank_of(node.outputs[0])
-    if rank is None or len(node.inputs) != 2:
-        return None
-    axis = attribute_int(node, "axis", 0) % rank
-    past, new = node.inputs
-    if axis in (0, rank - 1) or past is None or new is None or view.is_const(past):
-        return None
-    return Join(node, past, new, node.outputs[0], axis)
-
-
-def write_of(view: GraphView, node: ir.Node) -> Join | None:
-    """New tokens written into a cache that comes from outside, at places along one axis.
-
-    ScatterND writes along the first axis, so the exporter turns the tokens' axis there and back. ScatterElements writes
-    along any, with a place for each element.
-    """
-    data, index, new = node.inputs[:3]
-    if is_op(node, "ScatterElements"):
-        return _write_elements(view, node)
-    if not is_op(node, "ScatterND") or data is None or index is None or new is None:
-        return None
-    there = data.producer()
-    if there is None or not is_op(there, "Transpose"):
-        return None
-    past, order = there.inputs[0], list(there.attributes["perm"].as_ints())
-    turned = [u for u in view.users(node.outputs[0]) if is_op(u, "Transpose")]
-    back = next((u for u in turned if _undoes(u, order)), None)
-    if back is None or past is None or past.producer() is not None or view.is_const(past):
-        return None
-    dims = static_dims(index)
-    if dims is None or len(dims) != 2 or dims[1] != 1 or attribute_string(node, "reduction", "none") != "none":
-        return None
-    fresh = new.producer()  # turned as the cache is, or made in that order
-    if fresh is not None and is_op(fresh, "Transpose") and fresh.inputs[0] is not None:
-        if list(fresh.attributes["perm"].as_ints()) == order:
-            new = fresh.inputs[0]
-    return Join(node, past, new, back.outputs[0], order[0], index)
-
-
-def _write_elements(view: GraphView, node: ir.Node) -> Join | None:
-    past, index, new = node.inputs[:3]
-    rank = None if past is None else rank_of(past)
-    if past is None or index is None or new is None or rank is None or past.producer() is not None:
-        return None
-    axis = attribute_int(node, "axis", 0) % rank
-    if view.is_const(past) or axis in (0, rank - 1) or attribute_string(node, "reduction", "none") != "none":
-        return None
-    return Join(node, past, new, node.outputs[0], axis, index, rank - axis)
-
-
-def _undoes(node: ir.Node, order: list[int]) -> bool:
-    """Does a transpose bring axes back that were brought into this order?"""
-    back = list(node.attributes["perm"].as_ints())
-    return len(back) == len(order) and [back[p] for p in order] == list(range(len(order)))
-
-
 def cut_of(view: GraphView, value: ir.Value) -> tuple[Join, ir.Value] | None:
     """A cut along the channels of a packed cache: the cache's join and the same channels of what is new."""
     node = value.producer()
@@ -326,7 +271,7 @@ def cut_of(view: GraphView, value: ir.Value) -> tuple[Join, ir.Value] | None:
     whole = node.inputs[0]
     producer, rank = whole.producer(), rank_of(whole)
     join = join_of(view, producer) if is_op(producer, "Concat") and producer is not None else None
-    limits = _channels(view, node, value, rank)
+    limits = channels_cut(view, node, value, rank)
     if join is None or limits is None:
         return None
     parts = unmoved(view, join.new).producer()
@@ -343,7 +288,7 @@ def cut_of(view: GraphView, value: ir.Value) -> tuple[Join, ir.Value] | None:
     return None
 
 
-def _channels(view: GraphView, node: ir.Node, value: ir.Value, rank: int | None) -> tuple[int, int] | None:
+def channels_cut(view: GraphView, node: ir.Node, value: ir.Value, rank: int | None) -> tuple[int, int] | None:
     """The range of channels that a Split or Slice takes."""
     if rank is None:
         return None

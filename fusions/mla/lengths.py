@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ..dims import symbol
 from ..graph import GraphView, attribute_int, is_op, rank_of
-from .flow import Join, join_of
+from .joins import Join, join_of
 
 
 def spell_lengths(graph: ir.Graph) -> int:

@@ -10,10 +10,11 @@ import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
 from ..cleanup.rms_norm import rms_norm_of
-from ..graph import GraphView, attribute_string, is_op, static_dims
+from ..graph import GraphView, attribute_string, is_op, rank_of, static_dims
 from ..match import uncast
 from .core import Core
-from .flow import Join, cut_of, is_leaf, join_of, unmoved, write_of
+from .flow import channels_cut, cut_of, is_leaf, unmoved
+from .joins import Join, join_of, write_of
 
 
 @dataclass
@@ -105,7 +106,7 @@ def latent_of(view: GraphView, value: ir.Value, rank: int) -> Latent:
 
 def written(view: GraphView, node: ir.Node) -> Join | None:
     """The cache of one size that a node gives: it is turned back, or its axes of size one need no turning."""
-    if is_op(node, "ScatterND", "ScatterElements"):
+    if is_op(node, "ScatterND", "ScatterElements", "Where"):
         return write_of(view, node)
     inner = node.inputs[0].producer() if is_op(node, "Transpose") and node.inputs[0] is not None else None
     found = write_of(view, inner) if inner is not None and is_op(inner, "ScatterND") else None
@@ -136,6 +137,7 @@ class End:
     weights: list[tuple[ir.Node, ir.Value]] = field(default_factory=list)
     explained: set[ir.Node] = field(default_factory=set)
     left: Refusal | None = None
+    width: int | None = None  # channels of a head that are kept, where values have zeros behind theirs
 
 
 def ends_of(view: GraphView, core: Core) -> list[End]:
@@ -145,7 +147,9 @@ def ends_of(view: GraphView, core: Core) -> list[End]:
     end = End(value, _layout(labels, value))
     depends = {value}
     for _ in range(16):
-        found.append(End(value, _layout(labels, value), end.gate, list(end.weights), set(end.explained)))
+        found.append(
+            End(value, _layout(labels, value), end.gate, list(end.weights), set(end.explained), width=end.width)
+        )
         users = view.users(value)
         if len(users) != 1 or value.is_graph_output():
             break
@@ -173,6 +177,8 @@ def ends_of(view: GraphView, core: Core) -> list[End]:
                 break
             end.weights.append((user, weight))
             labels = einsum_labels(user) if is_op(user, "Einsum") else labels
+        elif is_op(user, "Slice", "Split") and (width := _kept_width(view, user, value)) is not None:
+            end.width = width
         elif is_op(user, "Where") and user.inputs[2] is value and _never(view, user.inputs[0]):
             end.explained.add(user)
         elif not is_op(user, "Cast", "Identity"):
@@ -180,6 +186,15 @@ def ends_of(view: GraphView, core: Core) -> list[End]:
         value = user.outputs[0]
         depends.add(value)
     return found[::-1]
+
+
+def _kept_width(view: GraphView, node: ir.Node, value: ir.Value) -> int | None:
+    """How many of each head's first channels a cut keeps, where it is one."""
+    rank, kept = rank_of(value), node.outputs[0]
+    if rank != 4 or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+        return None
+    limits = channels_cut(view, node, kept, rank)
+    return limits[1] if limits is not None and limits[0] == 0 else None
 
 
 def _labels(core: Core) -> str | None:

@@ -11,7 +11,8 @@ import onnx_ir as ir
 from ...custom_ops.common.refusal import Refusal
 from ..graph import GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
 from .core import Core, scaled
-from .flow import Flow, Join, channels_of, join_of, joined, unmoved, walk
+from .flow import Flow, channels_of, joined, unmoved, walk
+from .joins import Join, join_of
 from .parts import End, Latent, latent_of, linear_weight, written
 
 
