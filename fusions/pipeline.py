@@ -17,6 +17,7 @@ from .fuse import FusePass
 from .kda.fuse import FuseKda
 from .mla.fuse import FuseMla
 from .mla.latent_cache import LatentCache
+from .mla.quantized_cache import SeenChannels
 from .moe.fuse import FuseMoe
 from .passes import Pass, PassManager, Progress
 from .proof import ProofBudget
@@ -64,6 +65,7 @@ def fuse_model(
     fusions: Collection[str] | None = None,
     quantize: Mapping[str, Scheme] | None = None,
     statistics: Mapping[str, Statistics] | None = None,
+    channels: Mapping[str, SeenChannels] | None = None,
     latent_cache: bool = False,
 ) -> FusionReport:
     """Fuse what can be recognised and proved.
@@ -76,10 +78,11 @@ def fuse_model(
         proof_budget: memory and time of one structure's proof.
         progress: called with (what, done, total).
         fusions: keys of the fusions to look for; None: all that there are.
-        quantize: schemes by group of weights (``quantize.parse_quantize``). A dry run quantizes nothing.
+        quantize: schemes by group of weights, and of caches (``quantize.parse_quantize``). A dry run quantizes nothing.
         latent_cache: let caches of keys and values become caches of latents, which changes the model's signature; the
             report's notes have the new names and shapes. A dry run leaves them.
         statistics: of activations, by their value's name, for quantizing with them.
+        channels: what a calibration saw of values' channels, by name, for caches of int8.
 
     Returns:
         The report, with the new model.
@@ -106,7 +109,7 @@ def fuse_model(
     passes: list[Pass] = [axes, *cleanup_passes(), *(other() for other in outside.passes), *fusers]
     if latent_cache and not dry_run and any(fuser.op.key == "mla" for fuser in fusers):
         passes.append(LatentCache(verify=verify))
-    quantizer = Quantize(quantize, statistics, progress, Sources(work)) if quantize and not dry_run else None
+    quantizer = Quantize(quantize, statistics, progress, Sources(work), channels) if quantize and not dry_run else None
     if quantizer is not None:
         passes = [RaiseOpset(quantizer.schemes), *passes, quantizer]
     if target == "portable" and not dry_run:

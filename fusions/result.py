@@ -88,6 +88,36 @@ class QuantizedTensor:
 
 
 @dataclass
+class CachePort:
+    """An input or output of the model that holds a cache."""
+
+    name: str
+    kind: str  # "input" | "output"
+    dtype: str
+    shape: list[int | str]
+
+
+@dataclass
+class QuantizedCache:
+    """The cache of one fused latent attention that is held in 8 bits.
+
+    ``error``: relative L2 norm of the difference from the latents before, of the calibration's rows, else what rounding
+    makes of its mean squares; None: not known. ``calibrated``: the value that the scales come from. ``unseen``: the
+    channels that were zero in the calibration: they got the largest scale of the others.
+    """
+
+    node: str
+    scheme: str
+    before: list[CachePort]
+    after: list[CachePort]
+    bytes_before: int  # a token and layer, with the rotary key
+    bytes_after: int
+    calibrated: str = ""
+    error: float | None = None
+    unseen: int = 0
+
+
+@dataclass
 class QuantizationReport:
     """What was asked for by group, what was done, what was left alone and why; bytes of all weights of the model.
 
@@ -96,6 +126,7 @@ class QuantizationReport:
     schemes: dict[str, str] = field(default_factory=dict)
     calibration: str = ""
     tensors: list[QuantizedTensor] = field(default_factory=list)
+    caches: list[QuantizedCache] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0

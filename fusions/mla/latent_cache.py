@@ -7,6 +7,7 @@ checked once for each configuration, by running a prompt and single tokens after
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -180,14 +181,14 @@ def config_of(node: ir.Node) -> MlaConfig:
     made = {n for n, v in zip(OUTPUTS, node.outputs, strict=False) if v.name}
     settings: dict[str, Any] = {n: node.attributes[n].value for n in ATTRIBUTES}
     shape = given["cos"].shape if "cos" in given else None
-    width = shape[-1] if shape is not None else 0
+    width = shape[-1] if shape is not None else None
     return MlaConfig(
         **settings,
         packed_latent="k_rope" not in given and settings["qk_rope_head_dim"] > 0,
         packed_cache="past_latent" in given and "past_k_rope" not in given and settings["qk_rope_head_dim"] > 0,
         has_kv_norm="kv_norm_weight" in given,
         has_position_ids="position_ids" in given,
-        cos_width=width if isinstance(width, int) else 0,
+        cos_width=0 if "cos" not in given else width if isinstance(width, int) else _named_width(node.overload),
         has_q_scale="q_scale" in given,
         has_past="past_key" in given or "past_latent" in given,
         static_cache="cache_lengths" in given,
@@ -196,6 +197,12 @@ def config_of(node: ir.Node) -> MlaConfig:
         bool_mask="attn_mask" in given and given["attn_mask"].dtype == ir.DataType.BOOL,
         has_present=any(n.startswith("present") for n in made),
     )
+
+
+def _named_width(overload: str) -> int:
+    """The width of the cosines as the call's overload has it, where their shape is not known."""
+    found = re.search(r"(?:^|-)cos_width_(\d+)", overload)
+    return int(found[1]) if found else 0
 
 
 def sequence_error(config: MlaConfig, seed: int = 20261130) -> float:

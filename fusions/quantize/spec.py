@@ -1,4 +1,4 @@
-"""What is to be quantized, and how: ``experts=int4:128,dense=int8:128``."""
+"""What is to be quantized, and how: ``experts=int4:128,dense=int8:128,cache=int8``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from collections.abc import Mapping
 
 from ...custom_ops.common.scheme import Scheme, parse_scheme
 
-#: The groups of weights: experts of fused ``GroupedQMoE`` nodes, and the other large weights of MatMul and Gemm.
-GROUPS = ("experts", "dense")
+#: What can be stored in a smaller format: weights of experts of fused ``GroupedQMoE`` nodes, the other large weights of
+#: MatMul and Gemm, and the caches of latents of fused ``LatentAttention`` nodes.
+GROUPS = ("experts", "dense", "cache")
+#: Forms of a cache: one scale a channel, or one a token and 128 channels.
+CACHE_SCHEMES = {
+    "int8": Scheme("int8", text="int8"),
+    "int8:channel": Scheme("int8", text="int8"),
+    "fp8:128": Scheme("float8", 128, text="fp8:128"),
+    "fp8:1x128": Scheme("float8", 128, text="fp8:128"),
+}
 #: How numbers are rounded: to nearest; with scales searched for, weighted by the channels' mean squares; and with each
 #: column's error made up for in the columns after it, which needs rows of the activations.
 ALGORITHMS = ("nearest", "aware", "gptq")
 
 
 class QuantizeError(ValueError):
-    """A model whose weights can't be stored as asked."""
+    """A model whose weights or caches can't be stored as asked."""
 
 
 def parse_quantize(text: str | Mapping[str, str] | None) -> dict[str, Scheme]:
@@ -47,7 +55,11 @@ def parse_quantize(text: str | Mapping[str, str] | None) -> dict[str, Scheme]:
             raise ValueError(f"{group!r}: expected one of {', '.join(GROUPS)}")
         if group in found:
             raise ValueError(f"{group} is given twice")
-        if scheme.lower() != "none":
+        if group == "cache" and scheme.lower() != "none":
+            if scheme.lower() not in CACHE_SCHEMES:
+                raise ValueError(f"cache={scheme!r}: a cache is held as int8 or as fp8:128")
+            found[group] = CACHE_SCHEMES[scheme.lower()]
+        elif scheme.lower() != "none":
             found[group] = made = parse_scheme(scheme)
             if group == "experts" and made.bits == 4 and made.block_size % 2:
                 raise ValueError(

@@ -16,6 +16,7 @@ from .clashes import check_clashes, check_not_read
 from .errors import OptionError, OrtError, RequirementError
 from .fusions import plugins
 from .fusions.result import FusionReport, PassReport
+from .quantize_options import quantize_options
 from .record import already_fused, record_metadata
 from .registry import runtimes, targets
 from .registry.ops import OPS
@@ -69,7 +70,9 @@ def fuse(
         quantize: how to store weights: ``"experts=int4:128,dense=int8:128"``, or a mapping of the same. Experts are the
             weights of fused mixtures of experts, dense the other large weights of MatMul and Gemm. Formats: ``int4``,
             ``uint4``, ``int8``, ``uint8`` with blocks of ``:128`` columns or ``:channel`` (``:asym`` for zero points),
-            ``fp8:128x128``, ``bf16``. Types of activations stay what they are.
+            ``fp8:128x128``, ``bf16``. Types of activations stay what they are. ``cache=int8`` (with a calibration) or
+            ``cache=fp8:128``: caches of latents of fused latent attention become 8-bit ones, which changes the types of
+            the model's inputs and outputs: ``report.quantization.caches`` has them.
         calibration: a file that ``deltafuse calibrate`` wrote of this model: scales are chosen with it.
         algorithm: how numbers are rounded: "nearest"; "aware", each block's scale searched for with the channels' mean
             squares; "gptq", errors fed back besides, which needs a calibration with rows; "auto", the last of these
@@ -91,7 +94,7 @@ def fuse(
     times = list(times)
     measured = _measured(times, report)
     options: dict[str, Any] = {} if chosen is None else {"fusions": chosen}
-    options |= _quantize_options(quantize, calibration, algorithm)
+    options |= quantize_options(quantize, calibration, algorithm)
     if latent_cache:
         options["latent_cache"] = True
     ort_version = require_ort("recognising and proving")
@@ -318,58 +321,7 @@ def check_options(
     check_fusions(fusions)
     _check_options(target, require, None, None, None, False)
     _budget(proof_memory, proof_seconds)
-    _quantize_options(quantize, calibration, algorithm)
-
-
-def _quantize_options(
-    quantize: str | Mapping[str, str] | None, calibration: str | os.PathLike[str] | None, algorithm: str
-) -> dict[str, Any]:
-    """The pipeline's options, read and checked."""
-    from .fusions.quantize import ALGORITHMS, parse_quantize
-
-    try:
-        schemes = parse_quantize(quantize)
-    except ValueError as error:
-        raise OptionError(f"quantize: {error}") from error
-    if calibration is not None and not schemes:
-        raise OptionError("calibration: there is nothing to quantize; give quantize too, such as experts=int4:128")
-    if algorithm not in ("auto", *ALGORITHMS):
-        raise OptionError(f"algorithm {algorithm!r}: expected one of auto, {', '.join(ALGORITHMS)}")
-    if algorithm in ("aware", "gptq") and calibration is None:
-        raise OptionError(f"algorithm {algorithm}: give a calibration, which `deltafuse calibrate` writes")
-    if not schemes:
-        return {}
-    options: dict[str, Any] = {"quantize": schemes}
-    if calibration is not None and algorithm != "nearest":
-        options["statistics"] = _statistics(calibration, algorithm)
-    return options
-
-
-def _statistics(calibration: str | os.PathLike[str], algorithm: str) -> Any:
-    """What a calibration knows, by the names of values; those that they were moved from too."""
-    from .calibration import load
-    from .fusions.quantize import Activations, Seen
-
-    tensors = load(calibration).tensors.values()
-    holds_rows = any(found.samples is not None and len(found.samples) for found in tensors)
-    if algorithm == "gptq" and not holds_rows:
-        raise OptionError(
-            f"algorithm gptq: {os.fspath(calibration)} holds no rows of activations: `deltafuse calibrate --rows 1024`"
-        )
-    seen: dict[str, Seen] = {}
-    for found in tensors:
-        for alias in found.aliases:
-            seen.setdefault(alias, Seen(found.mean_square, found.samples))
-    for found in tensors:
-        seen[found.name] = Seen(found.mean_square, found.samples)
-    if algorithm == "auto":
-        algorithm = "gptq" if holds_rows else "aware"
-    made = Activations(seen, algorithm)
-    if not made:
-        raise OptionError(
-            f"calibration: {os.fspath(calibration)} has nothing but zeros and numbers that are not finite"
-        )
-    return made
+    quantize_options(quantize, calibration, algorithm)
 
 
 def _check_options(
