@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ..cleanup.rms_norm import rms_norm_of
 from ..graph import FLOAT_TYPES, GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
+from ..match import uncast
 from .joins import Join, join_of, write_of
 
 _MOVES = frozenset("Cast Expand Flatten Identity Neg Reshape Slice Split Squeeze Tile Transpose Unsqueeze".split())
@@ -91,7 +92,7 @@ def walk(view: GraphView, start: ir.Value) -> Flow:
         if producer is None or is_leaf(view, value) or _is_part(view, producer):
             found.leaves.setdefault(value, scale)
             continue
-        if rms_norm_of(value) is not None:
+        if is_normed(view, value):
             found.leaves.setdefault(value, scale)
             continue
         found.nodes[producer] = None
@@ -142,6 +143,21 @@ def walk(view: GraphView, start: ir.Value) -> Flow:
             found.leaves.setdefault(value, scale)
     _whole(found)
     return found
+
+
+def is_normed(view: GraphView, value: ir.Value) -> bool:
+    """The result of a root mean square norm, with or without its weight."""
+    if rms_norm_of(value) is not None:
+        return True
+    node, width = value.producer(), channels_of(value)
+    if not is_op(node, "Mul") or node is None or width is None:
+        return False
+    for data, weight in (node.inputs, node.inputs[::-1]):
+        normed = rms_norm_of(uncast(data) or data) if data is not None else None
+        if normed is not None and weight is not None and view.is_const(weight):
+            dims = static_dims(weight)
+            return dims is not None and dims[-1:] == [width] and all(d == 1 for d in dims[:-1])
+    return False
 
 
 def widens(view: GraphView, node: ir.Node) -> bool:

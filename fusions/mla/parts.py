@@ -319,3 +319,12 @@ def linear_weight(view: GraphView, value: ir.Value) -> tuple[ir.Node, ir.Value, 
             return None
         transposed = bool(attributes.get("transB", 0))
     return producer, producer.inputs[0], weight, transposed
+
+
+def base_of(view: GraphView, leaf: ir.Value) -> ir.Value:
+    """The linear layer's result that a leaf is cut from, or the leaf."""
+    producer = leaf.producer()
+    if is_op(producer, "Split", "Slice") and producer is not None and producer.inputs[0] is not None:
+        if linear_weight(view, producer.inputs[0]) is not None:
+            return producer.inputs[0]
+    return leaf

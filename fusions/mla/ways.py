@@ -13,7 +13,8 @@ from ..graph import GraphView, attribute_int, attribute_string, is_op, rank_of, 
 from .core import Core, scaled
 from .flow import Flow, channels_of, joined, unmoved, walk
 from .joins import Join, join_of
-from .parts import End, Latent, latent_of, linear_weight, written
+from .parts import End, Latent, base_of, latent_of, linear_weight, written
+from .reasons import normed_heads, other_layer, query_refusal
 
 
 @dataclass
@@ -44,29 +45,20 @@ class Ways:
     query_rope: ir.Value | None = None
 
 
-def _base(view: GraphView, leaf: ir.Value) -> ir.Value:
-    """The linear layer's result that a leaf is cut from, or the leaf."""
-    producer = leaf.producer()
-    if is_op(producer, "Split", "Slice") and producer is not None and producer.inputs[0] is not None:
-        if linear_weight(view, producer.inputs[0]) is not None:
-            return producer.inputs[0]
-    return leaf
-
-
 def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | None:
     """Keys and values are made of latents for every head."""
     q_flows, k_flows = ([walk(view, pair[i]) for pair in core.products] for i in (0, 1))
     v_flow, k_flow, q_flow = walk(view, core.v), joined(k_flows), joined(q_flows)
-    v_linear = [leaf for leaf in v_flow.leaves if linear_weight(view, _base(view, leaf)) is not None]
+    v_linear = [leaf for leaf in v_flow.leaves if linear_weight(view, base_of(view, leaf)) is not None]
     if len(v_linear) != 1:
-        return _other_layer(view, k_flow, v_flow)
-    v_base = _base(view, v_linear[0])
-    own = [leaf for leaf in k_flow.leaves if _base(view, leaf) is v_base]
+        return normed_heads(view, k_flow, v_flow) or other_layer(view, k_flow, v_flow)
+    v_base = base_of(view, v_linear[0])
+    own = [leaf for leaf in k_flow.leaves if base_of(view, leaf) is v_base]
     kv_b, order = ([v_base], "heads" if v_linear[0] is v_base else "parts") if len(own) == 1 else ([], "")
     if not kv_b:
         own = _separate(view, v_base, k_flow)
         if not own or v_base is not v_linear[0]:
-            return None
+            return normed_heads(view, k_flow, v_flow)
         kv_b, order = [own[0], v_base], "split"
     layers = [linear_weight(view, leaf) for leaf in kv_b]
     _, source, weight, transposed = layers[-1]  # type: ignore[misc]
@@ -86,7 +78,7 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
     else:
         queries = _queries(view, core.products[0][0], q_flow)
     if queries is None:
-        return _query_refusal(q_flow, k_flow, v_flow)
+        return query_refusal(q_flow, k_flow, v_flow)
     query, q_factor = queries[0], q_flow.leaves[queries[0]]
     if any(abs(f.leaves[q] / q_factor - 1.0) > 1e-6 for f in q_flows for q in f.leaves):
         return Refusal("scale", "parts of the queries are scaled differently")
@@ -109,52 +101,10 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         order,
         rank,
         q_factor * k_flow.leaves[own[0]],
-        _own_part(view, query, q_flow),
+        _own_part(view, query, q_flow, turned=len(queries) > 1),
         sum(w for w in widths if w is not None),
-        query_rope=queries[1] if len(queries) > 1 else None,
+        query_rope=_own_part(view, queries[1], q_flow, turned=True) if len(queries) > 1 else None,
     )
-
-
-def _other_layer(view: GraphView, k_flow: Flow, v_flow: Flow) -> Refusal | None:
-    """Why a layer that keys and values share, beside rotary keys, is no kv_b that the op takes."""
-    if len(v_flow.leaves) != 1 or len(k_flow.leaves) != 2:
-        return None
-    leaf = next(iter(v_flow.leaves))
-    if leaf in k_flow.leaves and v_flow.weights and k_flow.weights:
-        kind = v_flow.weights[0][0].op_type
-        return Refusal(
-            "weights", f"keys and values are made of latents by weights of three axes ({kind}), not a MatMul"
-        )
-    if _biased(view, leaf) is not None and any(_biased(view, k) is _biased(view, leaf) for k in k_flow.leaves):
-        return Refusal("bias", "the layers that make keys and values of latents have biases; the op has none there")
-    cut = leaf.producer()
-    base = cut.inputs[0] if is_op(cut, "Split", "Slice") and cut is not None else leaf
-    shared = [k for k in k_flow.leaves if k is base or (k.producer() is not None and base in k.producer().inputs)]  # type: ignore[union-attr]
-    producer = None if base is None else base.producer()
-    if len(shared) != 1 or producer is None:
-        return None
-    if view.weight_of(producer) is not None or is_op(producer, "Add"):
-        return Refusal("bias", "the layer that makes keys and values of latents has a bias; the op has none there")
-    if view.is_linear(producer):
-        return Refusal(
-            "quantized",
-            f"the layer that makes keys and values of latents is a {producer.op_type}: the op reads its weight as a "
-            "tensor; give it as DequantizeLinear in front of a MatMul, or quantize behind fusing (--quantize)",
-        )
-    return None
-
-
-def _biased(view: GraphView, leaf: ir.Value) -> ir.Value | None:
-    """What a linear layer with a bias reads."""
-    node = leaf.producer()
-    if is_op(node, "Add") and node is not None:
-        layers = [v.producer() for v in node.inputs if v is not None and not view.is_const(v)]
-        node = layers[0] if len(layers) == 1 else None
-    elif not is_op(node, "Gemm") or node is None or len(node.inputs) < 3:
-        return None
-    if node is None or view.weight_of(node) is None or node.inputs[0] is None:
-        return None
-    return unmoved(view, node.inputs[0])
 
 
 def _queries(view: GraphView, value: ir.Value, flow: Flow) -> list[ir.Value] | None:
@@ -189,8 +139,9 @@ def _query_of_each(q_flows: list[Flow], k_flows: list[Flow], own: ir.Value) -> l
     return first if rest[0] is first[0] else [*first, *rest]
 
 
-def _own_part(view: GraphView, leaf: ir.Value, flow: Flow) -> ir.Value:
-    """What queries take of a layer that gives more, such as an output gate behind each head's query."""
+def _own_part(view: GraphView, leaf: ir.Value, flow: Flow, turned: bool) -> ir.Value:
+    """What queries take of a layer that gives more, such as an output gate behind each head's query, or a part that has
+    a norm of its own; ``turned``: behind a transpose too."""
     value = leaf
     for _ in range(4):
         users = [u for u in view.users(value) if u in flow.nodes]
@@ -202,17 +153,10 @@ def _own_part(view: GraphView, leaf: ir.Value, flow: Flow) -> ir.Value:
             dims, whole = static_dims(read[0]) if read else None, static_dims(value)
             cut = dims is not None and whole is not None and len(dims) == 4 and dims[:3] == whole[:3]
             return read[0] if cut and len(read) == 1 else leaf
-        if not is_op(user, "Reshape", "Cast", "Identity"):
+        if not is_op(user, "Reshape", "Cast", "Identity") and not (turned and is_op(user, "Transpose")):
             return leaf
         value = user.outputs[0]
     return leaf
-
-
-def _query_refusal(q_flow: Flow, k_flow: Flow, v_flow: Flow) -> Refusal:
-    lost = next((f.lost for f in (q_flow, k_flow, v_flow) if f.lost is not None), None)
-    if lost is not None:
-        return Refusal("flow", f"{lost.op_type} between the projections and the attention")
-    return Refusal("queries", f"queries are made of {len(q_flow.leaves)} parts")
 
 
 def _separate(view: GraphView, v_linear: ir.Value, k_flow: Flow) -> list[ir.Value]:

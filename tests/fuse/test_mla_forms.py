@@ -206,3 +206,47 @@ def test_other_places_stay_what_they_are(wrong: str) -> None:
     report, after = kit.fuse(model)
     assert report.count("mla") == 0
     kit.same(model, after, steps(KEYS, model, 5))
+
+
+# --- norms of each head -----------------------------------------------------------------------------------------------
+
+
+def normed(value: str, width: int) -> Edit:
+    """A root mean square norm, with a weight, between a value and what reads it."""
+
+    def edit(e: Editor) -> None:
+        readers = [n for n in e.graph.node if value in n.input]
+        mean = e.make("ReduceMean", e.make("Mul", value, value), e.const([-1], np.int64))
+        root = e.make("Sqrt", e.make("Add", mean, e.const(1e-5)))
+        weighted = e.make("Mul", e.make("Div", value, root), e.const(np.linspace(0.5, 2.0, width)))
+        for node in readers:
+            node.input[:] = [weighted if v == value else v for v in node.input]
+
+    return edit
+
+
+QUERY, KEY, VALUE = "transpose", "split_with_sizes_2_split_0", "split_with_sizes_2_split_1"
+PART = "split_with_sizes_split_0"  # of queries, not rotated
+
+
+@pytest.mark.parametrize(("value", "width"), [(QUERY, 12), (PART, 8)])
+def test_normalised_queries_are_taken_as_they_are(value: str, width: int) -> None:
+    model = edited("mla_half", normed(value, width))
+    report, after = kit.fuse(model)
+    assert report.count("mla") == 1, kit.why(report)
+    kit.same(model, after, *(library.feeds_for(model, {"S": n}) for n in (4, 11, 70)))
+
+
+@pytest.mark.parametrize(("value", "width", "what"), [(KEY, 8, "keys"), (VALUE, 6, "values")])
+def test_normalised_keys_and_values_are_said(value: str, width: int, what: str) -> None:
+    model = edited("mla_half", normed(value, width))
+    report, after = kit.fuse(model)
+    assert [(r.refusal.code, r.refusal.reason.split()[0]) for r in report.regions if r.refusal] == [("norm", what)]
+    kit.same(model, after, library.feeds_for(model, {"S": 9}))
+
+
+def test_an_operation_between_latents_and_attention_is_said() -> None:
+    model = edited("mla_half", lambda e: e.after(VALUE, "Tanh") and None)
+    report, after = kit.fuse(model)
+    assert [(r.refusal.code, r.refusal.reason.split()[0]) for r in report.regions if r.refusal] == [("flow", "Tanh")]
+    kit.same(model, after, library.feeds_for(model, {"S": 9}))
