@@ -43,7 +43,7 @@ class SeenChannels:
 
     Attributes:
         amax: ``[channels]``, the largest magnitude of each.
-        mean_square: ``[channels]``; None where it is of no use: a cache's unused slots are counted in it.
+        mean_square: ``[channels]``, where it is known.
         rows: ``[n, channels]``, some rows, or None.
     """
 
@@ -96,9 +96,11 @@ def _quantize(
     if isinstance(present, Refusal):
         return present
     dtype, new = given["q"].dtype, replace(config, packed_cache=False, cache_type=kind)
-    if dtype is None or (invalid := new.check()) is not None:
-        return Refusal("cache", "types that are not known" if dtype is None else invalid.reason)
-    found = _seen(node, config, present.name, seen)
+    if dtype is None:
+        return Refusal("cache", "its types are not known")
+    if (invalid := new.check()) is not None:
+        return invalid
+    latent, found = LATENT_OF.format(node.outputs[0].name), _seen(node, config, present.name, seen)
     scales, unseen = None, 0
     if kind == "int8":
         if found is None:
@@ -119,7 +121,7 @@ def _quantize(
         bytes_before=(config.kv_lora_rank + config.qk_rope_head_dim) * int(dtype.itemsize),
         bytes_after=_row_bytes(new, dtype),
         calibrated="" if found is None or kind != "int8" else found[0],
-        error=None if found is None else _error(found[1], kind, scales),
+        error=None if found is None else _error(found[1], kind, scales, found[0] == latent or not config.static_cache),
         unseen=unseen,
     )
 
@@ -192,8 +194,11 @@ def _scales(name: str, seen: SeenChannels) -> tuple[NDArray[np.float32] | None, 
     return int8_scales(np.where(empty, amax.max(), amax)), int(empty.sum())
 
 
-def _error(seen: SeenChannels, kind: str, scales: NDArray[np.float32] | None) -> float | None:
-    """Relative L2 error of the latents: of rows, else what rounding to nearest makes of mean squares on average."""
+def _error(seen: SeenChannels, kind: str, scales: NDArray[np.float32] | None, full: bool) -> float | None:
+    """Relative L2 error of the latents: of rows, else what rounding to nearest makes of mean squares on average.
+
+    ``full``: mean squares are of tokens alone, and not of slots of a static cache that hold nothing yet.
+    """
     rows = seen.rows
     if rows is not None and len(rows) and np.isfinite(rows).all() and (size := float(np.linalg.norm(rows))) > 0:
         if scales is not None:
@@ -201,7 +206,7 @@ def _error(seen: SeenChannels, kind: str, scales: NDArray[np.float32] | None) ->
         else:
             held = dequantize_float8(*quantize_float8(rows))
         return float(np.linalg.norm(held - rows)) / size
-    if kind == "int8" and scales is not None and seen.mean_square is not None:
+    if kind == "int8" and scales is not None and seen.mean_square is not None and full:
         total = float(np.sum(seen.mean_square, dtype=np.float64))
         step = float(np.sum(np.square(scales.astype(np.float64)))) / 12.0
         return (step / total) ** 0.5 if 0.0 < total < np.inf else None

@@ -5,17 +5,20 @@ What is looked at, in the main graph:
 - **weight**: the activation that a weight multiplies: inputs of ``MatMul``, ``Gemm`` and ``MatMulNBits`` whose other
   operand comes from an initializer, and float inputs of fused (``deltafuse``) nodes that do not.
 - **cache**: the states that a model carries (:func:`deltafuse.capture_states.pair_states`), as each step gives them:
-  their last axis is the channel. A latent cache that is to be held in 8 bits takes its scales from these.
+  their last axis is the channel. A latent cache that is to be held in 8 bits takes its scales from these,
+- **latent**: what fused latent attention (``deltafuse::LatentAttention``) is about to cache, after its norm. It is no
+  value of the model: it goes by the name of the node's first output and ``.latent``. Caches of keys and values that are
+  to become caches of latents in 8 bits need it; in a model that is not fused, the input of kv_b's product is the same.
 
 The sums are made inside the model: reductions are added to it as outputs, so that no activation is copied out, unless
 rows of them are to be kept.
 
 The file is a NumPy ``.npz``. Array ``index`` holds a JSON text: ``format`` ("deltafuse-calibration"), ``version`` (1),
 ``model``, ``sequences``, ``tokens``, ``seed`` and ``tensors``, a list in which entry i is ``name`` (of the value in the
-model), ``kinds`` (of "weight", "cache"), ``users`` (the nodes that read it: ``op_type``, ``name``, ``input``),
-``channels``, ``rows`` and ``aliases`` (values that it was moved from). For entry i there are the arrays ``amax.i``
-(float32 [channels], the largest absolute value), ``mean_square.i`` (float32 [channels], the mean of the squares over
-all rows), ``tensor_amax.i`` (float32 scalar) and, where rows were kept, ``samples.i`` (float32 [n, channels]).
+model), ``kinds`` (of those above), ``users`` (the nodes that read it: ``op_type``, ``name``, ``input``), ``channels``,
+``rows`` and ``aliases`` (values that it was moved from). For entry i there are the arrays ``amax.i`` (float32
+[channels], the largest absolute value), ``mean_square.i`` (float32 [channels], the mean of the squares over all rows),
+``tensor_amax.i`` (float32 scalar) and, where rows were kept, ``samples.i`` (float32 [n, channels]).
 :func:`load` reads it.
 """
 
@@ -32,30 +35,20 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 
 from .api import require_ort
+from .calibration_graph import MARK, aliases_of, instrument, watched_values
+from .calibration_latents import add_latents
 from .calibration_rows import Rows
 from .capture import capture
-from .custom_ops.kda.spec import DOMAIN
 from .errors import DeltaFuseError, OptionError, OutputError
 from .fallback import FOLDER_ENTRY
 from .model_runs import sequence
 from .model_save import check_target
 from .sample_inputs import NPZ_ERRORS, SampleInputs, open_npz
-from .signature import KEEPS_INDEX, Signature, read_signature
+from .signature import Signature, read_signature
 
 FORMAT, VERSION = "deltafuse-calibration", 1
-_MARK = "deltafuse.calibration"
-#: Ops whose first operand is multiplied by a weight in another one.
-_WEIGHTED = {("", "MatMul"), ("", "Gemm"), ("com.microsoft", "MatMulNBits")}
-#: Ops through which a weight stays a weight.
-_KEEPS_WEIGHT = {
-    *("Cast", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Identity", "DequantizeLinear"),
-    *("Gather", "GatherND", "Slice", "Split", "Concat"),
-}
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-
 Progress = Callable[[str, int, int], None]
 
 
@@ -65,7 +58,7 @@ class TensorStatistics:
 
     Attributes:
         name: the value's name in the model.
-        kinds: "weight" and "cache", what it is of interest for.
+        kinds: of "weight", "cache" and "latent", what it is of interest for.
         users: the nodes that read it.
         amax: [channels] float32, the largest absolute value of each channel (the last axis).
         mean_square: [channels] float32, the mean square of each channel.
@@ -234,7 +227,7 @@ def calibrate(
         batch, seed, dims, vocabulary: as for :class:`deltafuse.sample_inputs.SampleInputs`.
         device: as for ``deltafuse.session``.
         rows: how many rows to keep of each input of a product with a weight, for quantization that feeds rounding
-            errors back ("gptq"). They are drawn evenly from all that go by.
+            errors back ("gptq"), and of latents. They are drawn evenly from all that go by.
 
     Raises:
         OptionError: there is nothing to look at, or inputs cannot be made.
@@ -243,16 +236,18 @@ def calibrate(
     require_ort("running models")
     signature = read_signature(model)
     proto = onnx.load(os.fspath(model), load_external_data=False)
-    watched = _watched(proto, signature)
+    watched = watched_values(proto, signature)
+    for name, users in add_latents(proto).items():
+        watched[name] = ({"latent"}, users)
     if not watched:
         raise OptionError(f"{model} has no product with a weight and carries no state: there is nothing to look at")
     names = list(watched)
     kept = {
         name: Rows(rows, seed + number)
         for number, (name, (kinds, _)) in enumerate(watched.items())
-        if rows > 0 and "weight" in kinds
+        if rows > 0 and kinds != {"cache"}
     }
-    _instrument(proto, names, frozenset(kept))
+    instrument(proto, names, frozenset(kept))
 
     import onnxruntime as ort
 
@@ -286,7 +281,7 @@ def calibrate(
         square = (squares / seen).astype(np.float32)
         made.tensors[name] = TensorStatistics(
             *(name, sorted(kinds), users, amax.astype(np.float32), square, seen),
-            aliases=_aliases(proto, name),
+            aliases=aliases_of(proto, name),
             samples=kept[name].kept() if name in kept else None,
         )
     return made
@@ -317,110 +312,11 @@ def _sequences(
             yield sequence(inputs(number), "random", tokens, steps)
 
 
-def _watched(proto: onnx.ModelProto, signature: Signature) -> dict[str, tuple[set[str], list[dict[str, Any]]]]:
-    """Value name -> what it is of interest for, and the nodes that read it."""
-    graph = proto.graph
-    weights = {tensor.name for tensor in graph.initializer}
-    small = {tensor.name for tensor in graph.initializer if len(tensor.dims) < 2}
-    ids = {port.name for port in signature.inputs.values() if port.role in ("tokens", "positions")}
-    floats = {v.name: v.type.tensor_type.elem_type in _FLOATS for v in (*graph.value_info, *graph.input)}
-    found: dict[str, tuple[set[str], list[dict[str, Any]]]] = {}
-
-    def watch(node: onnx.NodeProto, index: int) -> None:
-        name = node.input[index]
-        kinds, users = found.setdefault(name, (set(), []))
-        kinds.add("weight")
-        users.append({"op_type": node.op_type, "name": node.name, "input": index})
-
-    for node in graph.node:
-        if node.op_type == "Constant":
-            weights.update(node.output)
-            small.update(node.output)
-        elif node.op_type in KEEPS_INDEX and node.input and node.input[0] in ids:
-            ids.update(node.output)
-        elif node.op_type == "Gather" and node.input[1] in ids:
-            continue  # an embedding: activations
-        elif node.op_type in _KEEPS_WEIGHT and node.input and node.input[0] in weights:
-            weights.update(node.output)
-            small.update(node.output if node.input[0] in small else ())
-        elif (node.domain, node.op_type) in _WEIGHTED:
-            for index, other in ((0, 1), (1, 0)) if node.op_type == "MatMul" else ((0, 1),):
-                turned = node.op_type == "Gemm" and any(a.name == "transA" and a.i for a in node.attribute)
-                multiplied = node.input[other] in weights and node.input[other] not in small
-                # Channels are the last axis: of a right operand, or a turned left one, they are not.
-                if index == 0 and multiplied and node.input[0] not in weights and not turned:
-                    watch(node, 0)
-        elif node.domain == DOMAIN:
-            for index, name in enumerate(node.input):
-                if name and name not in weights and floats.get(name, True):
-                    watch(node, index)
-    for output in signature.states.values():
-        found.setdefault(output, (set(), []))[0].add("cache")
-    for name, (_, users) in found.items():
-        if not users:
-            users += [
-                {"op_type": node.op_type, "name": node.name, "input": index}
-                for node in graph.node
-                for index, read in enumerate(node.input)
-                if read == name
-            ]
-    return found
-
-
-#: Ops that move whole rows, in the graphs that exporters write: what they read has the channels of what they give.
-_MOVES_ROWS = {"Reshape", "Cast", "Identity", "Flatten", "Squeeze", "Unsqueeze"}
-
-
-def _aliases(proto: onnx.ModelProto, name: str) -> list[str]:
-    """Values that a value was moved from. Whether they have the same channels, who asks for them sees by the number."""
-    makers = {output: node for node in proto.graph.node for output in node.output}
-    found: list[str] = []
-    while (node := makers.get(name)) is not None and node.op_type in _MOVES_ROWS and not node.domain:
-        name = node.input[0]
-        found.append(name)
-    return found
-
-
-def _instrument(proto: onnx.ModelProto, names: Sequence[str], kept: frozenset[str] = frozenset()) -> None:
-    """Add three outputs for each value: the largest absolute value and the sum of squares of each channel, the number
-    of rows; and the rows, of those that are to be kept."""
-    graph = proto.graph
-    opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-
-    def constant(name: str, values: Any) -> str:
-        graph.initializer.append(numpy_helper.from_array(np.asarray(values, np.int64), f"{_MARK}.{name}"))
-        return f"{_MARK}.{name}"
-
-    axis, one_row = constant("axis", [0]), constant("row", [1, 0, 0, 0])
-
-    def node(op_type: str, inputs: list[str], output: str, **attributes: Any) -> str:
-        graph.node.append(helper.make_node(op_type, inputs, [output], name=output, **attributes))
-        return output
-
-    def reduced(op_type: str, source: str, output: str) -> str:
-        if opset >= 18 or op_type == "ReduceSum":
-            return node(op_type, [source, axis], output, keepdims=0)
-        return node(op_type, [source], output, axes=[0], keepdims=0)
-
-    for number, name in enumerate(names):
-        mark = f"{_MARK}.{number}"
-        rows = node("Flatten", [node("Cast", [name], f"{mark}.float", to=TensorProto.FLOAT)], f"{mark}.rows", axis=-1)
-        # A row of zeros in front, which changes neither: an expert that got no token has no rows to reduce.
-        padded = node("Pad", [rows, one_row], f"{mark}.padded")
-        reduced("ReduceMax", node("Abs", [padded], f"{mark}.abs"), f"{mark}.amax")
-        reduced("ReduceSum", node("Mul", [padded, padded], f"{mark}.squares"), f"{mark}.square")
-        node("Shape", [rows], f"{mark}.shape")
-        for part, kind in (("amax", TensorProto.FLOAT), ("square", TensorProto.FLOAT), ("shape", TensorProto.INT64)):
-            graph.output.append(helper.make_tensor_value_info(f"{mark}.{part}", kind, [None]))
-        if name in kept:
-            graph.output.append(helper.make_tensor_value_info(rows, TensorProto.FLOAT, [None, None]))
-
-
 def _add(
     totals: dict[str, list[Any]], names: Sequence[str], outputs: Mapping[str, Any], kept: Mapping[str, Rows]
 ) -> None:
     for number, name in enumerate(names):
-        mark = f"{_MARK}.{number}"
+        mark = f"{MARK}.{number}"
         total = totals[name]
         total[0] = np.maximum(total[0], outputs[f"{mark}.amax"].astype(np.float64))
         total[1] = total[1] + outputs[f"{mark}.square"].astype(np.float64)

@@ -32,6 +32,7 @@ _ELEMENTS = {
     "tensor(uint32)": 12,
     "tensor(uint64)": 13,
     "tensor(bfloat16)": 16,
+    "tensor(float8e4m3fn)": 17,
 }
 
 
@@ -161,7 +162,10 @@ class OrtCudaDevice(HostDevice):
             value.update_inplace(np.ascontiguousarray(source))
 
     def read(self, value: Any) -> Array:
-        return np.array(value.numpy())
+        found = np.array(value.numpy())
+        kind = np.dtype(numpy_type(value.element_type()))
+        # float8 comes as its bytes
+        return found.view(kind) if found.dtype == np.uint8 and kind.itemsize == 1 else found
 
     def copy(self, target: Any, source: Any) -> None:
         self.write(target, source.numpy())

@@ -17,7 +17,7 @@ _RENAMED = (
 )
 _PREFIXES = ("present_", "new_", "next_", "updated_", "out_")
 _SUFFIXES = ("_out", "_output", "_next", "_new")
-_STATE_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+_STATE_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(int8)", "tensor(float8e4m3fn)")
 
 
 def pair_states(session: Any, states: Mapping[str, str] | str) -> dict[str, str]:

@@ -47,11 +47,8 @@ def _channels(calibration: str | os.PathLike[str]) -> Any:
     from .fusions.mla.quantized_cache import SeenChannels
 
     found: dict[str, SeenChannels] = {}
-    tensors = load(calibration).tensors.values()
-    for tensor in tensors:
-        # a state is counted again at every step, and with slots that hold nothing yet
-        squares = None if tensor.kinds == ["cache"] and tensor.users else tensor.mean_square
-        seen = SeenChannels(tensor.amax, squares, tensor.samples)
+    for tensor in load(calibration).tensors.values():
+        seen = SeenChannels(tensor.amax, tensor.mean_square, tensor.samples)
         found[tensor.name] = seen
         for alias in tensor.aliases:
             found.setdefault(alias, seen)

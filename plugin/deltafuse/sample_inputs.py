@@ -126,9 +126,13 @@ class SampleInputs:
                 made[port.name] = self.given[port.name]
                 continue
             shape = self._shape(port, sizes)
-            values = 0.5 * self._random.standard_normal(shape) if random else np.zeros(shape)
-            made[port.name] = values.astype(port.dtype)
+            made[port.name] = self._random_state(port, shape) if random else np.zeros(shape, port.dtype)
         return made
+
+    def _random_state(self, port: Port, shape: tuple[int, ...]) -> Array:
+        if port.dtype == np.int8:  # codes of a cache
+            return self._random.integers(-127, 128, shape).astype(np.int8)
+        return (0.5 * self._random.standard_normal(shape)).astype(port.dtype)
 
     # -- making -------------------------------------------------------------------------------------------------------
 
