@@ -28,6 +28,10 @@ _LIKE_INPUT = frozenset(
 )
 
 
+#: Where a model notes what it looked like after its shapes were inferred, from what was known, and anew.
+_INFERRED, _REOPENED = "deltafuse.inferred", "deltafuse.reopened"
+
+
 def _makes_no_tensor(op_type: str) -> bool:
     return op_type.startswith(("SplitToSequence", "SequenceConstruct", "SequenceEmpty", "SequenceInsert", "Optional"))
 
@@ -56,7 +60,10 @@ class InferTypes(Pass):
 
 def infer(model: ir.Model) -> str:
     """Run onnx's shape inference; gives why it stopped, or "". It is a help, not a need: recognisers cope with unknown
-    shapes. What the model promises of its outputs stays."""
+    shapes. What the model promises of its outputs stays. A model that has not changed since is left as it is: on large
+    graphs inference is most of what a clean-up pass takes."""
+    if model.meta.get(_INFERRED) == look(model):
+        return ""
     promised = [(v, v.shape) for v in model.graph.outputs if v.shape is not None]
     sequences = [(v, v.type, v.shape) for n in model.graph if _makes_no_tensor(n.op_type) for v in n.outputs]
     stopped = ""
@@ -69,23 +76,38 @@ def infer(model: ir.Model) -> str:
         value.type, value.shape = kind, shape
     for value, promise in promised:
         value.shape = promise
+    model.meta[_INFERRED] = look(model)
     return stopped
+
+
+def look(model: ir.Model) -> int:
+    """A number that changes with the graph and with what is known of its shapes."""
+    parts = []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        shapes = tuple(
+            (v.dtype, None if v.shape is None else tuple(None if is_inferred(d) else str(d) for d in v.shape))
+            for v in node.outputs
+        )
+        inputs = tuple((id(v), v is not None and v.const_value is not None) for v in node.inputs)
+        parts.append((id(node), node.op_type, node.domain, inputs, shapes, tuple(node.attributes)))
+    return hash(tuple(parts))
 
 
 def infer_open(model: ir.Model) -> None:
     """Infer anew the shapes that have sizes which an inference before gave names of its own: what was computed then may
     be constant now. Where nothing better is found, these sizes have no name any more."""
+    if model.meta.get(_REOPENED) == look(model):
+        return
     _infer_open(model)
-    uncut, products = _keep_uncut(model), _say_products(model)
-    if uncut:
+    if _keep_uncut(model):
         _infer_open(model)
-    if products:
-        infer(model)
+    _say_products(model)
+    infer(model)  # what was put back, or said, tells more
+    model.meta[_REOPENED] = look(model)
 
 
-def _say_products(model: ir.Model) -> bool:
+def _say_products(model: ir.Model) -> None:
     """Say the sizes of ORT's products with operands turned over, which inference does not know."""
-    changed = False
     for node in model.graph:
         if node.op_type != "FusedMatMul" or node.domain != "com.microsoft" or node.outputs[0].shape is not None:
             continue
@@ -102,9 +124,8 @@ def _say_products(model: ir.Model) -> bool:
             if front[-1 - i] == 1:
                 front[-1 - i] = dim
         value = node.outputs[0]
-        value.shape, changed = ir.Shape([*front, rows, columns]), True
+        value.shape = ir.Shape([*front, rows, columns])
         value.type = value.type or a.type
-    return changed
 
 
 def _keep_uncut(model: ir.Model) -> bool:
@@ -118,10 +139,12 @@ def _keep_uncut(model: ir.Model) -> bool:
             continue
         rank = len(source.shape)
         cut = {int(a) % rank for a in tensor.numpy().reshape(-1)}
-        before = [None] * rank if result.shape is None else [None if is_inferred(d) else d for d in result.shape]
-        dims = [
-            b if b is not None or i in cut else d for i, (b, d) in enumerate(zip(before, source.shape, strict=True))
-        ]
+        before: list[int | ir.SymbolicDim | None] = [None] * rank if result.shape is None else list(result.shape)
+        dims = list(before)
+        for i, (was, whole) in enumerate(zip(before, source.shape, strict=True)):
+            known = isinstance(whole, int) or (symbol(whole) is not None and not is_inferred(whole))
+            if known and i not in cut and (was is None or symbol(was) is None or is_inferred(was)):
+                dims[i] = was if isinstance(was, int) else whole
         if dims != before:
             result.shape, changed = ir.Shape(dims), True
     return changed

@@ -16,7 +16,7 @@ from ..graph import is_op
 from ..passes import Pass
 from ..result import PassReport
 from .constants import FoldConstants
-from .infer import infer, infer_open
+from .infer import infer_open, look
 
 #: What one size tells may tell another.
 ROUNDS = 4
@@ -31,6 +31,7 @@ class SpellSizes(Pass):
     def run(self, model: ir.Model, report: PassReport) -> None:
         infer_open(model)
         for _ in range(ROUNDS):
+            before = look(model)
             told: dict[str, int | ir.SymbolicDim] = {}
             for node in model.graph:
                 if is_op(node, "Reshape"):
@@ -44,7 +45,8 @@ class SpellSizes(Pass):
                 break
             report.matched += len(told) + folded.matched
             infer_open(model)
-            infer(model)
+            if look(model) == before:
+                break
         report.changed = report.matched > 0
 
 
