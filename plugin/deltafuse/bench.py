@@ -126,7 +126,7 @@ def bench(
 
     Raises:
         OptionError: a target that there is not, or inputs that cannot be made.
-        DeltaFuseError: the model cannot be loaded or fused.
+        DeltaFuseError: the model cannot be loaded or fused, or nothing of it could be run.
     """
     version = require_ort("running models")
     unknown = [target for target in targets or () if target not in TARGETS]
@@ -144,6 +144,9 @@ def bench(
             report.variants.append(variant)
             if not variant.failed:
                 _run(variant, path, signature, plans, truths, device, repeats, tolerance)
+    if not any(variant.timings for variant in report.variants):
+        reasons = dict.fromkeys(why for v in report.variants for why in ([v.failed] if v.failed else v.notes))
+        raise DeltaFuseError(f"{os.fspath(model)}: nothing could be run and timed: {'; '.join(reasons)}")
     return report
 
 
