@@ -14,6 +14,7 @@ from .joins import Join, join_of
 def spell_lengths(graph: ir.Graph) -> int:
     """Let `Shape` of a cache with new tokens behind it be the cache's shape and how many they are; gives how often. No
     value changes."""
+    _ask_caches(graph)
     view, count = GraphView(graph), 0
     for node in list(graph):
         source = node.inputs[0] if is_op(node, "Shape") and node.inputs else None
@@ -25,6 +26,55 @@ def spell_lengths(graph: ir.Graph) -> int:
         if start <= join.axis < end:
             count += _spell(graph, node, join, start, end)
     return count
+
+
+def _ask_caches(graph: ir.Graph) -> None:
+    """Let what reads one size of keys read it off the cache that they are made of: it has that size, by name."""
+    view = GraphView(graph)
+    caches: dict[str, tuple[ir.Value, int]] = {}
+    for node in graph:
+        join = join_of(view, node) if is_op(node, "Concat") else None
+        dim = None if join is None or join.present.shape is None else join.present.shape[join.axis]
+        if join is None or dim is None or isinstance(dim, int) or join.past.producer() is not None:
+            continue
+        caches.setdefault(symbol(dim) or "", (join.present, join.axis))
+    for node in list(graph) if caches else ():
+        shape = node.inputs[0].producer() if is_op(node, "Gather") and node.inputs[0] is not None else None
+        place = view.ints(node.inputs[1]) if is_op(shape, "Shape") else None
+        source = None if shape is None or not place or len(place) != 1 else shape.inputs[0]
+        if shape is None or source is None or source.shape is None or not place or shape.attributes:
+            continue
+        dim = source.shape[place[0]]
+        cache, axis = caches.get(("" if isinstance(dim, int) else symbol(dim)) or "", (None, 0))
+        if cache is None or cache is source or source.is_graph_output() or not _made_of(source, cache):
+            continue
+        asked = ir.node("Shape", [cache], {"start": axis, "end": axis + 1}, name=f"{node.outputs[0].name}__keys")
+        asked.outputs[0].name = f"{asked.name}_0"
+        asked.outputs[0].type, asked.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
+        zero = ir.Value(
+            name=f"{asked.name}_at",
+            type=ir.TensorType(ir.DataType.INT64),
+            shape=ir.Shape([] if rank_of(node.inputs[1]) == 0 else [1]),  # type: ignore[arg-type]
+            const_value=ir.tensor(np.zeros(() if rank_of(node.inputs[1]) == 0 else (1,), np.int64)),  # type: ignore[arg-type]
+        )
+        graph.register_initializer(zero)
+        graph.insert_before(node, asked)
+        node.replace_input_with(0, asked.outputs[0])
+        node.replace_input_with(1, zero)
+
+
+def _made_of(value: ir.Value, cache: ir.Value) -> bool:
+    """Does a value come from a cache?"""
+    stack, seen = [value], {value}
+    while stack and len(seen) < 200:
+        producer = stack.pop().producer()
+        for source in producer.inputs if producer is not None else ():
+            if source is cache:
+                return True
+            if source is not None and source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False
 
 
 def _spell(graph: ir.Graph, node: ir.Node, join: Join, start: int, end: int) -> bool:
