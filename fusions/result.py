@@ -96,6 +96,10 @@ class CachePort:
     dtype: str
     shape: list[int | str]
 
+    def text(self) -> str:
+        """Name, type and shape."""
+        return f"{self.name} {self.dtype} [{', '.join(map(str, self.shape))}]"
+
 
 @dataclass
 class QuantizedCache:

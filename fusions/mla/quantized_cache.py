@@ -302,4 +302,5 @@ def _exchange(
 
 
 def _described(value: ir.Value, kind: str) -> CachePort:
-    return CachePort(value.name or "", kind, "" if value.dtype is None else str(value.dtype).lower(), dims_of(value))
+    dtype = "?" if value.dtype is None else {ir.DataType.FLOAT: "float32"}.get(value.dtype, str(value.dtype).lower())
+    return CachePort(value.name or "", kind, dtype, dims_of(value))

@@ -310,6 +310,7 @@ def check_options(
     quantize: str | Mapping[str, str] | None = None,
     calibration: str | os.PathLike[str] | None = None,
     algorithm: str = "auto",
+    latent_cache: bool = False,
 ) -> None:
     """Check options of :func:`fuse` without a model, before long work for example.
 
@@ -318,6 +319,8 @@ def check_options(
     """
     if verify is not None and not isinstance(verify, bool):
         raise OptionError(f"verify {verify!r}: expected true or false")
+    if not isinstance(latent_cache, bool):
+        raise OptionError(f"latent_cache {latent_cache!r}: expected true or false")
     check_fusions(fusions)
     _check_options(target, require, None, None, None, False)
     _budget(proof_memory, proof_seconds)

@@ -51,10 +51,12 @@ _OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "quantize": (
         str,
         None,
-        "How weights are stored, such as 'experts=int4:128,dense=int8:128'. As they are by default.",
+        "How weights and caches are stored, such as 'experts=int4:128,dense=int8:128,cache=int8'. As they are by "
+        "default.",
     ),
     "calibration": (str, None, "A file of `deltafuse calibrate` of this model: `quantize` chooses its scales with it."),
     "algorithm": (str, "auto", "How `quantize` rounds: 'nearest', 'aware', 'gptq', or 'auto'; see `--algorithm`."),
+    "latent_cache": (bool, False, "Caches of keys and values become caches of latents: other inputs and outputs."),
     "require": (dict[str, int], None, "Fail unless so many are fused, such as {'kda': 20}."),
     "verify": (bool, True, "Prove each rewrite against the original before it is applied."),
     "proof_memory": (int | str, None, "The most memory for one proof: bytes, or a size such as '8GiB'. Default 4GiB."),
@@ -183,7 +185,7 @@ def _fuse_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are those of :func:`deltafuse.fuse`."""
     names = (
         *("fusions", "target", "require", "verify", "proof_memory", "proof_seconds"),
-        *("quantize", "calibration", "algorithm"),
+        *("quantize", "calibration", "algorithm", "latent_cache"),
     )
     return {name: options[name] for name in names}
 
@@ -201,6 +203,7 @@ def _check(options: Mapping[str, Any]) -> None:
         raise FusionFailed(f"package_version {version!r}: this is deltafuse {__version__}; leave the option out")
     wanted = _fuse_options({**dict.fromkeys(_OPTIONS), **fixed})
     wanted["algorithm"] = wanted["algorithm"] or "auto"
+    wanted["latent_cache"] = wanted["latent_cache"] or False
     wanted["target"] = wanted["target"] or "plugin"  # None here: searched over, or Olive's own default mark
     try:
         check_options(**wanted)

@@ -166,9 +166,10 @@ def verdict(report: FusionReport) -> tuple[str, str]:
     if refused:
         parts.append(f"{_blocks(refused)} left as {'it was' if refused == 1 else 'they were'}")
     had = sum(report.already_fused.values())
-    smaller = report.quantization is not None and bool(report.quantization.tensors)
+    done = report.quantization
+    smaller = [] if done is None else [n for n, found in (("weights", done.tensors), ("caches", done.caches)) if found]
     if not parts:
-        rest = "weights were quantized" if smaller else "the model is as it was"
+        rest = f"{' and '.join(smaller)} were quantized" if smaller else "the model is as it was"
         if had:
             return "good", f"{_blocks(had)} had been fused before, no more were recognised; {rest}."
         return "bad", f"Nothing was recognised; {rest}."

@@ -36,6 +36,7 @@ def quantization(found: Mapping[str, Any]) -> Html:
         parts.append(_plot(good))
     if found.get("notes"):
         parts.append(items([text(note) for note in found["notes"]]))
+    parts.append(_caches([entry for entry in found.get("caches") or () if isinstance(entry, Mapping)]))
     rows = [
         [
             code(e.get("name", "")),
@@ -49,6 +50,35 @@ def quantization(found: Mapping[str, Any]) -> Html:
         listed = table(["weights", "as", "error", "before", "after"], rows, (2, 3, 4))
         parts.append(details(text(f"All {len(tensors)} one by one"), listed))
     return join(parts)
+
+
+def _caches(entries: Sequence[Mapping[str, Any]]) -> Html:
+    """The caches held in 8 bits: their old and new inputs and outputs, and bytes a token."""
+    if not entries:
+        return Html("")
+
+    def ports(entry: Mapping[str, Any], side: str) -> Html:
+        shown = [p for p in entry.get(side) or () if isinstance(p, Mapping)]
+        return items(
+            join([code(p.get("name", "")), text(f" {p.get('kind', '')}, {p.get('dtype', '')} {p.get('shape', '')}")])
+            for p in shown
+        )
+
+    rows = [
+        [
+            code(e.get("node", "")),
+            text(e.get("scheme", "")),
+            ports(e, "before"),
+            ports(e, "after"),
+            text(f"{e.get('bytes_before', '')} → {e.get('bytes_after', '')}"),
+            text(small(e["error"]) if _finite(e.get("error")) else "–"),
+            code(e.get("calibrated") or "–"),
+        ]
+        for e in entries[:2000]
+    ]
+    said = "Caches of latents in 8 bits: inputs and outputs of the model changed. Bytes are those of a token and layer."
+    headings = ["node", "as", "before", "after", "bytes", "error", "scales from"]
+    return join([paragraph(said), table(headings, rows, (4, 5))])
 
 
 def _kind(entry: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from .fusions.result import FusionReport, RegionReport
+    from .fusions.result import FusionReport, QuantizationReport, RegionReport
 
 _STATUS = {
     "fused": "[green]fused[/]",
@@ -146,8 +146,23 @@ def _quantization(report: FusionReport, out: Console) -> None:
             named = f"{len(tensors):,} weight{'s' if len(tensors) > 1 else ''}"
             worst = max(tensors, key=lambda tensor: tensor.error)
             lines.append(f"{group} as {scheme}: {named}, relative error at most {worst.error:.1e} ({worst.name})")
+    lines += cache_lines(done)
     lines.append(f"all weights: {size(done.bytes_before)} before, {size(done.bytes_after)} after")
     _lines("Quantized", lines + _first(done.notes), out)
+
+
+def cache_lines(done: QuantizationReport) -> list[str]:
+    """What became of each 8-bit cache: bytes, error, and the inputs and outputs in place of those before."""
+    lines = []
+    for cache in done.caches:
+        error = "" if cache.error is None else f", relative error {cache.error:.1e}"
+        zeros = f", {cache.unseen} channels that the calibration saw no number in" if cache.unseen else ""
+        sizes = f"{cache.bytes_before:,} bytes a token became {cache.bytes_after:,}"
+        lines.append(f"cache of {cache.node} as {cache.scheme}: {sizes}{error}{zeros}")
+        for kind in ("input", "output"):
+            old, new = (", ".join(p.text() for p in side if p.kind == kind) for side in (cache.before, cache.after))
+            lines.append(f"  {kind}s {old} became {new}")
+    return lines
 
 
 def _passes(report: FusionReport, out: Console) -> None:

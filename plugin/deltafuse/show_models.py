@@ -43,7 +43,7 @@ def comparison(done: Comparison, out: Console) -> None:
             out.print(f"  and {hidden} states with smaller errors")
     if done.own_states[0]:
         first, second = (", ".join(map(escape, names)) for names in done.own_states)
-        out.print(f"states of the first model alone: {first}; of the second: {second}: empty at first, not compared")
+        out.print(f"states that only one model has, or in this type: {first}; {second}: empty at first, not compared")
     text = "the same" if done.same else "NOT the same"
     colour = "green" if done.same else "red"
     out.print(f"[bold {colour}]{text}[/]: worst relative error {done.error:.1e}, seed {done.seed}")
@@ -133,7 +133,8 @@ def calibration(done: Calibration, output: Path, out: Console) -> None:
     """What was looked at, and the largest values."""
     kinds = [kind for entry in done.tensors.values() for kind in entry.kinds]
     out.print(
-        f"{kinds.count('weight')} inputs of products with weights and {kinds.count('cache')} states, "
+        f"{kinds.count('weight')} inputs of products with weights, {kinds.count('cache')} states and "
+        f"{kinds.count('latent')} latents before they are cached, "
         f"{done.tokens:,} tokens in {done.sequences} sequences"
     )
     table = show.table_of()
