@@ -8,7 +8,17 @@ from math import isfinite
 import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
-from ..graph import FLOAT_TYPES, GraphView, attribute_float, attribute_int, attribute_string, is_op, rank_of
+from ..graph import (
+    FLOAT_TYPES,
+    GraphView,
+    attribute_float,
+    attribute_int,
+    attribute_ints,
+    attribute_string,
+    is_op,
+    rank_of,
+    static_dims,
+)
 from .masks import MaskTerm, as_truths, nothing
 
 
@@ -73,8 +83,41 @@ def _multi_head(view: GraphView, node: ir.Node) -> Core | Refusal | None:
     core.heads = attribute_int(node, "num_heads", 0)
     if inputs[5] is not None:
         core.terms.append(MaskTerm("add", inputs[5]))
+    _unpack(view, core)
     _guards(view, core)
     return core
+
+
+def _unpack(view: GraphView, core: Core) -> None:
+    """Take [batch, heads, tokens, channels] where the graph has it on all sides of three axes."""
+    nodes: set[ir.Node] = set()
+
+    def before(value: ir.Value) -> ir.Value | None:
+        flat = value.producer()
+        turn = flat.inputs[0].producer() if is_op(flat, "Reshape") and flat and flat.inputs[0] is not None else None
+        source = turn.inputs[0] if _swaps(turn) and turn is not None else None
+        if source is None or (static_dims(source) or [0, 0])[1] != core.heads:
+            return None
+        nodes.update(n for n in (flat, turn) if n is not None)
+        return source
+
+    (q, k), *_ = core.products
+    found = [before(value) for value in (q, k, core.v)]
+    split = view.users(core.o)
+    turned = view.users(split[0].outputs[0]) if len(split) == 1 and is_op(split[0], "Reshape") else []
+    counts = view.ints(split[0].inputs[1]) if turned else None
+    if None in found or len(turned) != 1 or not _swaps(turned[0]) or not counts or len(counts) != 4:
+        return
+    if counts[2] != core.heads or core.o.is_graph_output() or split[0].outputs[0].is_graph_output():
+        return
+    queries, keys, values = (value for value in found if value is not None)
+    core.products, core.v, core.o = [(queries, keys)], values, turned[0].outputs[0]
+    core.explained |= {*nodes, split[0], turned[0]}
+
+
+def _swaps(node: ir.Node | None) -> bool:
+    """Does it exchange heads and tokens?"""
+    return node is not None and is_op(node, "Transpose") and attribute_ints(node, "perm") == [0, 2, 1, 3]
 
 
 def is_product(node: ir.Node) -> bool:

@@ -250,3 +250,49 @@ def test_an_operation_between_latents_and_attention_is_said() -> None:
     report, after = kit.fuse(model)
     assert [(r.refusal.code, r.refusal.reason.split()[0]) for r in report.regions if r.refusal] == [("flow", "Tanh")]
     kit.same(model, after, library.feeds_for(model, {"S": 9}))
+
+
+# --- ONNX Runtime's MultiHeadAttention over what all heads share ------------------------------------------------------
+
+
+def multi_head(e: Editor) -> None:
+    """As onnxscript's fusions for ONNX Runtime write it: heads and channels side by side, on all four sides."""
+    node = e.node("node_scaled_dot_product_attention")
+    flat = e.const([0, 0, -1], np.int64)
+    three = [e.make("Reshape", e.make("Transpose", v, perm=[0, 2, 1, 3]), flat) for v in node.input]
+    scale = next(a.f for a in node.attribute if a.name == "scale")
+    made = e.make("MultiHeadAttention", *three, num_heads=3, scale=scale, domain="com.microsoft")
+    split = e.make("Reshape", made, e.const([0, 0, 3, -1], np.int64))
+    e.read("node_matmul_1", 0, e.make("Transpose", split, perm=[0, 2, 1, 3]))
+    e.model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    e.declare(e.node("node_matmul_1").input[0], node.output[0])  # onnx has no rule for that operator
+    for behind in ("matmul_1", "transpose_2", "view_2"):
+        e.declare(behind, behind)
+
+
+def test_multi_head_attention_over_shared_latents() -> None:
+    model = edited("mla_one_product_sdpa", multi_head)
+    report, after = kit.fuse(model)
+    assert report.count("mla") == 1, kit.why(report)
+    assert report.regions[0].config["packed_cache"]
+    assert "MultiHeadAttention" not in kit.ops(after.graph)
+    export = library.export("mla_one_product_sdpa")
+    kit.same(model, after, *map(export.feeds, export.bindings))
+
+
+def test_multi_head_attention_with_heads_in_another_order() -> None:
+    """Heads are split off as channels behind it: another function, left as it is."""
+
+    def wrong(e: Editor) -> None:
+        multi_head(e)
+        split = next(n for n in e.graph.node if n.output[0] == e.node("node_matmul_1").input[0])
+        whole = next(n for n in e.graph.node if n.op_type == "MultiHeadAttention")
+        split.input[0] = e.make(
+            "Transpose", e.make("Reshape", whole.output[0], e.const([0, 0, -1, 3], np.int64)), perm=[0, 1, 3, 2]
+        )
+
+    model = edited("mla_one_product_sdpa", wrong)
+    report, after = kit.fuse(model)
+    export = library.export("mla_one_product_sdpa")
+    kit.same(model, after, *map(export.feeds, export.bindings))
+    assert report.count("mla") == 0
