@@ -49,7 +49,8 @@ int deltafuse_mla_cuda_choose(const char* name, int value) {
                {"chapter_tiles", &choice.chapter_tiles},
                {"spread", &choice.spread},
                {"burst", &choice.burst},
-               {"early", &choice.early}};
+               {"early", &choice.early},
+               {"ahead", &choice.ahead}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) == 0) {
       *one.value = value;

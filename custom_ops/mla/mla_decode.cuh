@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
     init(small->full, 1), init(small->empty, 4);
     init(small->raw_full, 1), init(small->raw_empty, 1);
     init(small->rope_full, 1), init(small->rope_empty, 4);
-    init(small->weights_full, 4), init(small->weights_empty, 8);
+    init(small->weights_full, 3 + 32), init(small->weights_empty, 8);
     init(small->item_full, 1), init(small->item_empty, S::kListeners);
     init(small->q_full, 1), init(small->q_empty, 4);
     ptx::mbar_init_fence();

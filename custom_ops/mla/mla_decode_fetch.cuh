@@ -21,6 +21,22 @@ __device__ __forceinline__ int box_row(const DecodeKernelArgs& k, const Item& it
   return row < 0 ? -(1 << 30) : static_cast<int>(row);
 }
 
+// Brings a tile into the L2 cache. Only where its tokens lie in one piece.
+template <CacheType kType>
+__device__ __forceinline__ void prefetch_tile(const DecodeKernelArgs& k, const Item& item, int begin) {
+  if (k.box_rows < kTile) return;
+  const View& v = k.a.cache;
+  const int row = box_row(k, item, item.base + begin);
+  if (row < 0) return;
+  const int tokens = min(kTile, item.end - begin);
+  const int latent_bytes = static_cast<int>(v.latent_row) * (kType == CacheType::kSame ? 2 : 1);
+  ptx::prefetch_l2(static_cast<const char*>(v.latent) + int64_t(row) * latent_bytes, tokens * latent_bytes);
+  if (v.rope_row != v.latent_row) {
+    const int rope_bytes = static_cast<int>(v.rope_row) * 2;
+    ptx::prefetch_l2(static_cast<const char*>(v.rope) + int64_t(row) * rope_bytes, tokens * rope_bytes);
+  }
+}
+
 // What lies behind a sequence's rows are the next one's, or zeros: columns of the products that nobody looks at.
 template <int kRows, typename Small>
 __device__ __forceinline__ void fetch_queries(const DecodeKernelArgs& k, const CUtensorMap* map, const Item& item,
@@ -65,6 +81,12 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
 #pragma unroll 1
       for (int i = 0; i < item.tiles; ++i) {
         const int begin = item.begin + i * kTile;
+        if (k.a.plan.ahead > 0) {
+          if (i == 0) {
+            for (int j = 1; j < min(k.a.plan.ahead, item.tiles); ++j) prefetch_tile<kType>(k, item, begin + j * kTile);
+          }
+          if (i + k.a.plan.ahead < item.tiles) prefetch_tile<kType>(k, item, begin + k.a.plan.ahead * kTile);
+        }
         if (!waited && (!k.a.plan.early || i == kAhead || begin + kTile > old)) bring();
 #pragma unroll 1
         for (int pair = 0; pair < kPairs; ++pair) {

@@ -267,8 +267,9 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
       if (ends) in_section = 0;
       ptx::fence_async();
       __syncwarp();
+      // The first warp's lanes wrote factors, each its own: each says so.
+      if (warp == 0 || lane == 0) ptx::mbar_arrive(&small->weights_full[place]);
       if (lane == 0) {
-        ptx::mbar_arrive(&small->weights_full[place]);
         if (S::kScales) ptx::mbar_arrive(&small->rope_empty[ropes.slot]);
       }
       // -- the sums of its weights, while the products with them go on

@@ -146,6 +146,7 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   if (choice.chapter_tiles > 0) plan.chapter_tiles = choice.chapter_tiles;
   if (choice.burst > 0) plan.burst = choice.burst;
   if (choice.early >= 0) plan.early = choice.early;
+  if (choice.ahead >= 0) plan.ahead = choice.ahead;
   plan.row_blocks = row_blocks(p, plan.rows);
   plan.multiprocessors = multiprocessors;
   plan.spread = p.batch * plan.row_blocks <= 4;

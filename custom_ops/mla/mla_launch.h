@@ -250,6 +250,7 @@ struct DecodePlan {
   int spread = 0;  // the second kernel: a block for 16 channels of 8 rows, else a warp; that takes no single tiles
   int burst = 1;   // pairs of a tile's blocks that are fetched together: 1, 2 or 4
   int early = 1;   // tokens of earlier calls are fetched before the kernel before this one has ended
+  int ahead = 0;   // tiles that are brought into the L2 cache ahead of those that are fetched
   // What things take, in nanoseconds: a tile for a multiprocessor alone, and where all of them fetch; a part's sums.
   int multiprocessors = 1, tile_alone = 0, tile_of_all = 0, part_sums = 0;
   int64_t partial_bytes = 0, stats_bytes = 0;
@@ -279,7 +280,8 @@ struct DecodePlan {
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
 struct DecodeChoice {
-  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, spread = -1, burst = -1, early = -1;
+  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, spread = -1, burst = -1, early = -1,
+      ahead = -1;
 };
 extern DecodeChoice decode_choice;
 
