@@ -47,7 +47,6 @@ int deltafuse_mla_cuda_choose(const char* name, int value) {
                {"rows", &choice.rows},
                {"section_tiles", &choice.section_tiles},
                {"chapter_tiles", &choice.chapter_tiles},
-               {"spread", &choice.spread},
                {"burst", &choice.burst},
                {"early", &choice.early},
                {"ahead", &choice.ahead}};

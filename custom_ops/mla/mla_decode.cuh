@@ -175,7 +175,6 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
     ptx::prefetch_map(i == 0 ? maps.latent : i == 1 ? maps.rope : i == 2 ? maps.scale : maps.q);
   }
   Walk<kRows> walk(k);
-  if (warp == 12) walk.begin();  // while barriers are made
   __syncthreads();
   ptx::launch_dependents();
 
@@ -185,6 +184,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   } else if (group == 3) {
     ptx::set_registers_less<kFetchRegisters>();
     if (warp == 12) {
+      walk.begin();
       fetch<kType, kRows>(k, maps, walk, shared, small);
     } else if constexpr (S::kCodes) {
       convert_tiles<T, kType, kRows>(k, shared, small);

@@ -30,6 +30,7 @@ static_assert(kFloat8Group == 128, "a pair has one scale a token");
 struct Item {
   int at;  // its place among the partial sums of all
   int b, base, last, begin, end, tiles, section, first_row;
+  int parts, chapter;  // of the sequence: its parts, and how many of them are a chapter
   bool fresh, leaves;  // other queries than before; other ones after it
 };
 
@@ -106,20 +107,31 @@ class Walk {
     const DecodeKernelArgs& k = k_;
     // Where each 32nd of the batch begins, in parts.
     const int batch = static_cast<int>(k.a.p.batch), chunk = (batch + 31) / 32;
-    Tally tally;
-    if (chunk == 1) {
-      look_at(0);
-      if (lane_ < batch) tally.add(cut_of(total_));
-    } else {
+    grain_ = k.a.plan.coarsest;
+    int mine = 0;
+    if (k.a.plan.finest != grain_) {
+      Tally tally;
 #pragma unroll 2
       for (int i = 0; i < chunk; ++i) {
         const int b = lane_ * chunk + i;
-        if (b < batch) tally.add(cut_of(static_cast<int>(k.a.lengths.total(b))));
+        if (b < batch) tally.add(cut_of(b));
+      }
+      Tally all;
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+        all.parts[g] = __reduce_add_sync(~0u, tally.parts[g]);
+        all.longest[g] = __reduce_max_sync(~0u, tally.longest[g]);
+      }
+      grain_ = k.a.plan.cheapest(all);
+      mine = grain_ == Grain::kSection ? tally.parts[0] : tally.parts[1];
+    } else if (chunk > 1) {
+#pragma unroll 2
+      for (int i = 0; i < chunk; ++i) {
+        const int b = lane_ * chunk + i;
+        if (b < batch) mine += cut_of(b).parts(grain_);
       }
     }
-    grain_ = k.a.plan.coarsest;
-    if (k.a.plan.finest != grain_) grain_ = k.a.plan.cheapest(of_warp(tally));
-    const int mine = Tally::pick(tally.parts, grain_);
+    if (chunk == 1) mine = look_at(0);
     const int sum = scan(mine), parts = __shfl_sync(~0u, sum, 31), all = parts * k.row_blocks;
     const int block = blockIdx.x, blocks = gridDim.x;
     if (k.row_blocks > 1 || all <= blocks) {
@@ -145,27 +157,28 @@ class Walk {
     const int part = part_of(work_);
     while (part >= end_) load(group_ + 32, end_);
     const int from = __popc(__ballot_sync(~0u, first_ <= part)) - 1;
-    const int index = part - __shfl_sync(~0u, first_, from);
-    const Cut cut = cut_of(__shfl_sync(~0u, total_, from));
-    const int span = cut.part_tiles(grain_), row_block = k_.row_blocks == 1 ? 0 : work_ % k_.row_blocks;
-    item.b = group_ + from, item.base = cut.base, item.last = cut.end;
+    const auto its = [from](int x) { return __shfl_sync(~0u, x, from); };
+    const int index = part - its(first_), span = its(span_), tiles = its(cut_.tiles);
+    const int row_block = k_.row_blocks == 1 ? 0 : work_ % k_.row_blocks;
+    item.b = group_ + from, item.base = its(cut_.base), item.last = its(cut_.end);
     item.begin = index * span * kTile;
-    item.end = min(item.begin + span * kTile, cut.end - cut.base);
-    item.tiles = min(span, cut.tiles - index * span);
-    item.section = cut.section;
+    item.end = min(item.begin + span * kTile, item.last - item.base);
+    item.tiles = min(span, tiles - index * span);
+    item.section = its(cut_.section);
+    item.parts = its(parts_), item.chapter = grain_ == Grain::kChapter ? 1 : its(cut_.chapter);
     item.first_row = row_block * kRows;
     item.at = work_;
     item.fresh = k_.row_blocks > 1 || index == 0 || first_time_;
-    item.leaves = k_.row_blocks > 1 || (index + 1) * span >= cut.tiles;
+    item.leaves = k_.row_blocks > 1 || (index + 1) * span >= tiles;
     first_time_ = false;
     work_ += step_;
     return item;
   }
 
  private:
-  __device__ Cut cut_of(int total) const {
-    return Cut::of(total, static_cast<int>(k_.a.p.seq_len), k_.a.p.window, k_.a.plan.section_tiles,
-                   k_.a.plan.chapter_tiles);
+  __device__ Cut cut_of(int b) const {
+    return Cut::of(static_cast<int>(k_.a.lengths.total(b)), static_cast<int>(k_.a.p.seq_len), k_.a.p.window,
+                   k_.a.plan.section_tiles, k_.a.plan.chapter_tiles);
   }
   __device__ int part_of(int work) const { return k_.row_blocks == 1 ? work : work / k_.row_blocks; }
   __device__ int scan(int x) const {
@@ -176,16 +189,17 @@ class Walk {
     }
     return x;
   }
-  // This lane's of the 32 sequences from `group` on: is there one?
-  __device__ bool look_at(int group) {
+  // This lane's of the 32 sequences from `group` on; how many parts it has.
+  __device__ int look_at(int group) {
     group_ = group;
-    if (group + lane_ >= k_.a.p.batch) return false;
-    total_ = static_cast<int>(k_.a.lengths.total(group + lane_));
-    return true;
+    if (group + lane_ >= k_.a.p.batch) return 0;
+    cut_ = cut_of(group + lane_);
+    span_ = cut_.part_tiles(grain_);
+    return parts_ = cut_.parts(grain_);
   }
   // These 32, the first of which begins with part `before`.
   __device__ void load(int group, int before) {
-    const int mine = look_at(group) ? cut_of(total_).parts(grain_) : 0, sum = scan(mine);
+    const int mine = look_at(group), sum = scan(mine);
     first_ = mine > 0 ? before + sum - mine : INT_MAX;
     end_ = before + __shfl_sync(~0u, sum, 31);
   }
@@ -195,7 +209,10 @@ class Walk {
   int work_ = 0, to_ = 0, step_ = 0;
   int group_ = 0, end_ = 0;
   Grain grain_ = Grain::kTile;
-  int first_ = 0, total_ = 1;  // of this lane's sequence: its first part, its tokens
+  // Of this lane's sequence: its first part, how it is cut, tiles of a part, parts.
+  int first_ = 0;
+  Cut cut_;
+  int span_ = 1, parts_ = 0;
   bool first_time_ = true;
 };
 

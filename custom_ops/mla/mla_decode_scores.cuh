@@ -283,6 +283,10 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
     join_sums();
     if (warp == 0) {
       ptx::wait_prior_grid();
+      // The second kernel finds a sequence's parts by this.
+      if (lane == 0 && item->begin == 0 && item->first_row == 0) {
+        k.a.places[item->b] = make_int4(item->at, item->parts, item->chapter, 0);
+      }
       float* stats = k.a.stats + int64_t(item->at) * 2 * kRows;
 #pragma unroll
       for (int r = 0; r < kLaneRows; ++r) {

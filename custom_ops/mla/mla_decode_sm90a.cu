@@ -22,17 +22,17 @@ template <typename T, int kRows>
 cudaError_t launch_combine(const DecodeArgs& a, cudaLaunchConfig_t config) {
   CombineArgs c;
   c.a = a;
-  const Grain finer = a.plan.finest == Grain::kTile ? Grain::kSection : a.plan.finest;
-  const int parts = Cut::most_parts(a.lengths.capacity, finer, a.plan.section_tiles, a.plan.chapter_tiles);
-  const int bytes = a.plan.spread ? combine::spread_bytes() : combine::serial_bytes(kRows, parts);
-  const auto kernel = a.plan.spread ? combine_spread_kernel<T, kRows> : combine_serial_kernel<T, kRows>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return status;
-  config.gridDim = dim3(combine::Slot<kRows>::kCount / (a.plan.spread ? 1 : combine::kWarps), a.plan.row_blocks,
-                        static_cast<unsigned>(a.p.batch));
-  config.blockDim = dim3(combine::kThreads);
-  config.dynamicSmemBytes = bytes;
-  return cudaLaunchKernelEx(&config, kernel, c);
+  using S = combine::Serial<kRows>;
+  const unsigned row_blocks = a.plan.row_blocks, batch = static_cast<unsigned>(a.p.batch);
+  config.dynamicSmemBytes = 0;
+  if (a.plan.spread) {
+    config.gridDim = dim3(combine::Slot<kRows>::kCount, row_blocks, batch);
+    config.blockDim = dim3(combine::kSpreadThreads);
+    return cudaLaunchKernelEx(&config, combine_spread_kernel<T, kRows>, c);
+  }
+  config.gridDim = dim3(S::kBlocks, row_blocks, batch);
+  config.blockDim = dim3(S::kThreads);
+  return cudaLaunchKernelEx(&config, combine_serial_kernel<T, kRows>, c);
 }
 
 struct DecodeMaps {
@@ -149,15 +149,11 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   if (choice.ahead >= 0) plan.ahead = choice.ahead;
   plan.row_blocks = row_blocks(p, plan.rows);
   plan.multiprocessors = multiprocessors;
-  plan.spread = p.batch * plan.row_blocks <= 4;
-  if (choice.spread >= 0) plan.spread = choice.spread;
-  if (choice.grain == 0) plan.spread = 1;
+  plan.spread = choice.grain >= 0 ? choice.grain == 0 : p.batch * plan.row_blocks <= 4;
   plan.finest = plan.spread ? Grain::kTile : Grain::kSection;
-  plan.coarsest = plan.rows == 64 ? Grain::kSection : Grain::kChapter;
-  if (choice.grain >= 0) {
-    const Grain grain = static_cast<Grain>(choice.grain);
-    plan.finest = plan.coarsest = grain < plan.coarsest ? grain : plan.coarsest;
-  }
+  plan.coarsest = plan.spread ? Grain::kTile : plan.rows == 64 ? Grain::kSection : Grain::kChapter;
+  if (choice.grain == 1) plan.coarsest = Grain::kSection;
+  if (choice.grain == 2) plan.finest = plan.coarsest;
   const auto most = [&](Grain grain) {
     return p.batch * Cut::most_parts(capacity, grain, plan.section_tiles, plan.chapter_tiles);
   };
@@ -165,13 +161,14 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   const int64_t room = 4 * multiprocessors / plan.row_blocks, fine = most(plan.finest), coarse = most(plan.coarsest);
   const int64_t some = fine < room ? fine : room;
   plan.most = static_cast<int>(coarse > some ? coarse : some);
+  plan.part_of_all = 1.0f / static_cast<float>(multiprocessors);
   const double tile_bytes = Cut::kTile * (kLatent * (p.cache_type == CacheType::kSame ? 2.0 : 1.0) + kRotary * 2);
   const int64_t part_bytes = int64_t(kLatent) * plan.rows * (p.dtype == DType::kBFloat16 ? 2 : 4);
   plan.tile_alone = plan.rows == 64 ? 1600 : p.cache_type == CacheType::kSame ? 1200 : 1700;
   plan.tile_of_all = static_cast<int>(tile_bytes * multiprocessors / 4.2e3 / plan.row_blocks);  // 4.2 TB/s
   plan.part_sums = static_cast<int>(2 * part_bytes / 4000);  // 4 TB/s, there and back
   plan.partial_bytes = plan.most * plan.row_blocks * part_bytes;
-  plan.stats_bytes = int64_t(plan.most) * plan.row_blocks * 2 * plan.rows * 4;
+  plan.stats_bytes = int64_t(plan.most) * plan.row_blocks * 2 * plan.rows * 4 + p.batch * int64_t(sizeof(int4));
   return plan;
 }
 

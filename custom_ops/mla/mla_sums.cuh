@@ -6,19 +6,6 @@
 
 namespace deltafuse::mla {
 
-// Over the lanes of a warp.
-__device__ __forceinline__ Tally of_warp(Tally x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-#pragma unroll
-    for (int g = 0; g < 3; ++g) {
-      x.parts[g] += __shfl_xor_sync(~0u, x.parts[g], step);
-      x.longest[g] = max(x.longest[g], __shfl_xor_sync(~0u, x.longest[g], step));
-    }
-  }
-  return x;
-}
-
 // total = total * keep + next * add.
 struct Factors {
   float keep, add;

@@ -40,8 +40,9 @@ __device__ bool check(const TokenArgs& a, int64_t b, int64_t s, int64_t* table_r
   return fault == Fault::kNone;
 }
 
+// Into the cache where row is not negative, and where they are kept as they are.
 template <typename T>
-__device__ void write_latent(const TokenArgs& a, const T* in, int64_t row, float* shared) {
+__device__ void write_latent(const TokenArgs& a, const T* in, int64_t row, float* fresh, float* shared) {
   const Params& p = a.p;
   const int width = p.kv_lora_rank, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float factor = 1.0f;
@@ -58,7 +59,9 @@ __device__ void write_latent(const TokenArgs& a, const T* in, int64_t row, float
       x[i] = c < width ? to_float(in[c]) * factor : 0.0f;
       if (p.kv_norm_weight && c < width) x[i] *= p.kv_norm_weight[c];
       largest = fmaxf(largest, fabsf(x[i]));
+      if (fresh && c < width) fresh[c] = x[i];
     }
+    if (row < 0) continue;
     float scale = 1.0f;
     if (a.cache.type == CacheType::kFloat8) {
       for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
@@ -98,17 +101,23 @@ __global__ void __launch_bounds__(kThreads) tokens_kernel(const TokenArgs a) {
     const int64_t row = a.by_token ? token : a.cache.row(b, a.lengths.before(b) + s);
     const T* latent = static_cast<const T*>(p.latent) + token * p.latent_row_stride;
     const T* k_rope = p.k_rope ? static_cast<const T*>(p.k_rope) + token * p.k_rope_row_stride : latent + width;
-    if (fit && row >= 0) {
-      write_latent(a, latent, row, shared);
+    const bool cached = fit && row >= 0;
+    float* fresh = a.fresh ? a.fresh + token * (width + rotary) : nullptr;
+    if (cached || fresh) {
+      write_latent(a, latent, cached ? row : -1, fresh, shared);
       T* out = static_cast<T*>(a.cache.rope) + row * a.cache.rope_row;
+      auto put = [&](int c, float x) {
+        if (cached) out[c] = from_float<T>(x);
+        if (fresh) fresh[width + c] = x;
+      };
       if (p.rope == Rope::kNone) {
-        for (int c = threadIdx.x; c < rotary; c += kThreads) out[c] = k_rope[c];
+        for (int c = threadIdx.x; c < rotary; c += kThreads) put(c, to_float(k_rope[c]));
       } else {
         for (int j = threadIdx.x; j < rotary / 2; j += kThreads) {
           const Pair r = pair_of<T>(p, table_row, j);
           const float x = to_float(k_rope[r.i0]), y = to_float(k_rope[r.i1]);
-          out[r.o0] = from_float<T>(x * r.c0 - y * r.s0);
-          out[r.o1] = from_float<T>(y * r.c1 + x * r.s1);
+          put(r.o0, x * r.c0 - y * r.s0);
+          put(r.o1, y * r.c1 + x * r.s1);
         }
       }
     }
