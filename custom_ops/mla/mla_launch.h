@@ -166,7 +166,7 @@ struct TokenArgs {
   void* q_rope = nullptr;  // rotated queries, element (token, head) at row * q_rope_row
   int64_t q_rope_row = 0;
   int32_t q_rope_float32 = 0;  // else T
-  float* fresh = nullptr;  // not null: the new tokens' latents and rotated keys, not rounded, [tokens, R + Dr]
+  float* fresh = nullptr;      // not null: the new tokens' latents and rotated keys, not rounded, [tokens, R + Dr]
   // Not null: queries times q_scale, all channels of them ([tokens * H, Dn + Dr]); q_rope is then inside of it.
   void* q_scaled = nullptr;
 };
