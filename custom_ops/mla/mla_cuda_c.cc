@@ -49,7 +49,7 @@ int deltafuse_mla_cuda_choose(const char* name, int value) {
                {"chapter_tiles", &choice.chapter_tiles},
                {"burst", &choice.burst},
                {"early", &choice.early},
-               {"ahead", &choice.ahead}};
+               {"carve", &choice.carve}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) == 0) {
       *one.value = value;

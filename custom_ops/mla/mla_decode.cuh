@@ -123,7 +123,7 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
     // In the order of these registers: whole lines are written.
     ptx::wait_prior_grid();
     using Four = typename Travel<T>::Four;
-    Four* out = static_cast<Four*>(k.a.partial) + int64_t(item->at) * (kLatent * kRows / 4) + lane;
+    Four* out = static_cast<Four*>(k.partial) + int64_t(item->at) * (kLatent * kRows / 4) + lane;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float (&x)[kValues] = kChapters ? chapter[m % (kChapters ? 4 : 1)] : section[m];
@@ -142,9 +142,9 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
 
 template <typename T, CacheType kType, bool kMask, int kRows>
 __global__ void __launch_bounds__(decode::kThreads, 1)
-    decode_kernel(const __grid_constant__ CUtensorMap latent_map, const __grid_constant__ CUtensorMap rope_map,
-                  const __grid_constant__ CUtensorMap scale_map, const __grid_constant__ CUtensorMap q_map,
-                  const __grid_constant__ DecodeKernelArgs k) {
+    decode_kernel(const __grid_constant__ DecodeKernelArgs k, const __grid_constant__ CUtensorMap latent_map,
+                  const __grid_constant__ CUtensorMap rope_map, const __grid_constant__ CUtensorMap scale_map,
+                  const __grid_constant__ CUtensorMap q_map) {
 #ifdef MLA_SM90A
   using namespace decode;
   using S = Shape<kType, kRows>;
@@ -155,7 +155,10 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   unsigned char* shared = unaligned + (1024 - ptx::shared_address(unaligned) % 1024) % 1024;
   auto* small = reinterpret_cast<typename S::Small*>(shared + S::kSmall);
 
-  if (threadIdx.x < 32) {
+  const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
+  const Maps maps{&latent_map, &rope_map, &scale_map, &q_map};
+  Walk<kRows> walk(k, small->cuttings, warp == 12);
+  if (warp == 0) {
     const int i = threadIdx.x;
     auto init = [i](auto& bars, uint32_t arrivals) {
       if (i < int(sizeof(bars) / sizeof(bars[0]))) ptx::mbar_init(&bars[i], arrivals);
@@ -167,14 +170,11 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
     init(small->item_full, 1), init(small->item_empty, S::kListeners);
     init(small->q_full, 1), init(small->q_empty, 4);
     ptx::mbar_init_fence();
+  } else if (warp == 12) {
+    const int i = threadIdx.x % 32;
+    if (i < 4) ptx::prefetch_map(i == 0 ? maps.latent : i == 1 ? maps.rope : i == 2 ? maps.scale : maps.q);
+    walk.begin();
   }
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
-  const Maps maps{&latent_map, &rope_map, &scale_map, &q_map};
-  if (warp == 12 && threadIdx.x % 32 < 4) {
-    const int i = threadIdx.x % 4;
-    ptx::prefetch_map(i == 0 ? maps.latent : i == 1 ? maps.rope : i == 2 ? maps.scale : maps.q);
-  }
-  Walk<kRows> walk(k);
   __syncthreads();
   ptx::launch_dependents();
 
@@ -184,7 +184,6 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   } else if (group == 3) {
     ptx::set_registers_less<kFetchRegisters>();
     if (warp == 12) {
-      walk.begin();
       fetch<kType, kRows>(k, maps, walk, shared, small);
     } else if constexpr (S::kCodes) {
       convert_tiles<T, kType, kRows>(k, shared, small);

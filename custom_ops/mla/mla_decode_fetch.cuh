@@ -15,33 +15,17 @@ struct Maps {
 
 // The place of a box of tokens in the tensor maps; outside of them, so that zeros come, where its block id is wrong.
 __device__ __forceinline__ int box_row(const DecodeKernelArgs& k, const Item& item, int token) {
-  const View& v = k.a.cache;
-  if (!v.block_table) return item.b * static_cast<int>(v.batch_rows) + token;
-  const int64_t row = v.row(item.b, token);
-  return row < 0 ? -(1 << 30) : static_cast<int>(row);
-}
-
-// Brings a tile into the L2 cache. Only where its tokens lie in one piece.
-template <CacheType kType>
-__device__ __forceinline__ void prefetch_tile(const DecodeKernelArgs& k, const Item& item, int begin) {
-  if (k.box_rows < kTile) return;
-  const View& v = k.a.cache;
-  const int row = box_row(k, item, item.base + begin);
-  if (row < 0) return;
-  const int tokens = min(kTile, item.end - begin);
-  const int latent_bytes = static_cast<int>(v.latent_row) * (kType == CacheType::kSame ? 2 : 1);
-  ptx::prefetch_l2(static_cast<const char*>(v.latent) + int64_t(row) * latent_bytes, tokens * latent_bytes);
-  if (v.rope_row != v.latent_row) {
-    const int rope_bytes = static_cast<int>(v.rope_row) * 2;
-    ptx::prefetch_l2(static_cast<const char*>(v.rope) + int64_t(row) * rope_bytes, tokens * rope_bytes);
-  }
+  if (!k.block_table) return item.b * k.batch_rows + token;
+  const int slot = token / k.block_size;
+  const int id = slot < k.max_blocks ? k.block_table[int64_t(item.b) * k.max_blocks + slot] : -1;
+  return id < 0 || id >= k.num_blocks ? -(1 << 30) : id * k.block_size + token % k.block_size;
 }
 
 // What lies behind a sequence's rows are the next one's, or zeros: columns of the products that nobody looks at.
 template <int kRows, typename Small>
 __device__ __forceinline__ void fetch_queries(const DecodeKernelArgs& k, const CUtensorMap* map, const Item& item,
                                               int turn, unsigned char* q, Small* small) {
-  const int row = item.b * static_cast<int>(k.a.p.seq_len) * k.a.p.num_heads + item.first_row;
+  const int row = item.b * k.seq_len * k.num_heads + item.first_row;
   if (turn > 0) ptx::mbar_wait(small->q_empty, (turn - 1) & 1);
   ptx::mbar_expect(small->q_full, kRows * 2 * (kLatent + kRotary));
 #pragma unroll 1
@@ -70,8 +54,8 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
   while (true) {
     const Item item = walk.next();
     if (lane == 0) {
-      feed.tell(item);
-      const int old = item.last - item.base - static_cast<int>(k.a.p.seq_len);
+      if (item.tiles == 0) feed.tell(item);
+      const int old = item.last - item.base - k.seq_len;
       bool pending = item.fresh;
       auto bring = [&] {
         if (!waited) ptx::wait_prior_grid();
@@ -81,17 +65,11 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
 #pragma unroll 1
       for (int i = 0; i < item.tiles; ++i) {
         const int begin = item.begin + i * kTile;
-        if (k.a.plan.ahead > 0) {
-          if (i == 0) {
-            for (int j = 1; j < min(k.a.plan.ahead, item.tiles); ++j) prefetch_tile<kType>(k, item, begin + j * kTile);
-          }
-          if (i + k.a.plan.ahead < item.tiles) prefetch_tile<kType>(k, item, begin + k.a.plan.ahead * kTile);
-        }
-        if (!waited && (!k.a.plan.early || i == kAhead || begin + kTile > old)) bring();
+        if (!waited && (!k.plan.early || i == kAhead || begin + kTile > old)) bring();
 #pragma unroll 1
         for (int pair = 0; pair < kPairs; ++pair) {
-          if (!S::kCodes && kRows == 32 && pair % k.a.plan.burst == 0) {
-            for (int ahead = k.a.plan.burst - 1; ahead > 0; --ahead) {
+          if (!S::kCodes && kRows == 32 && pair % k.plan.burst == 0) {
+            for (int ahead = k.plan.burst - 1; ahead > 0; --ahead) {
               ptx::mbar_wait(&empty[slots.at(ahead)], slots.parity(ahead) ^ 1);
             }
           }
@@ -108,13 +86,14 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
           }
           slots.advance(1);
         }
+        if (i == 0) feed.tell(item);  // the copies under way
         ptx::mbar_wait(&small->rope_empty[ropes.slot], ropes.phase ^ 1);
         ptx::mbar_expect(&small->rope_full[ropes.slot], kBlock + S::kScaleBytes);
 #pragma unroll 1
         for (int part = 0; part < kTile; part += k.box_rows) {
           const int row = box_row(k, item, item.base + begin + part);
           ptx::tma_load(shared + S::kRope + ropes.slot * kBlock + part * 128, maps.rope, &small->rope_full[ropes.slot],
-                        k.rope_column, row, policy);
+                        0, row, policy);
           if (S::kScales) {
             ptx::tma_load(&small->scales[ropes.slot][part][0], maps.scale, &small->rope_full[ropes.slot], 0, row,
                           policy);

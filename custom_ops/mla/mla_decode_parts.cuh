@@ -10,12 +10,23 @@
 
 namespace deltafuse::mla {
 
+// What decode_kernel takes of DecodeArgs: few lines of constant memory, since a kernel begins with misses there.
 struct DecodeKernelArgs {
-  DecodeArgs a;
+  Lengths lengths;
+  int batch = 0, seq_len = 0, num_heads = 0, window = 0, causal = 0;
   int row_blocks = 0;
-  int rope_column = 0;  // of the rotated key in its map
-  int box_rows = 64;    // tokens of one fetch
-  int once = 0;         // the cache is larger than what the L2 cache can keep: leave that to the sums
+  DecodePlan plan;
+  int box_rows = 64;  // tokens of one fetch
+  int once = 0;       // the cache is larger than what the L2 cache can keep: leave that to the sums
+  int batch_rows = 0, num_blocks = 0, block_size = 0, max_blocks = 0;  // of the cache
+  const int32_t* block_table = nullptr;
+  void* partial = nullptr;
+  float* stats = nullptr;
+  int4* places = nullptr;
+  float scale = 0.0f;
+  MaskType mask_type = MaskType::kNone;
+  const void* attn_mask = nullptr;
+  int64_t mask_strides[4] = {};
 };
 
 namespace decode {
@@ -32,6 +43,12 @@ struct Item {
   int b, base, last, begin, end, tiles, section, first_row;
   int parts, chapter;  // of the sequence: its parts, and how many of them are a chapter
   bool fresh, leaves;  // other queries than before; other ones after it
+};
+
+// How one of 32 sequences is cut, as the warp that walks keeps it.
+struct alignas(16) Cutting {
+  int base, end, tiles, section;
+  int span, parts, chapter;  // tiles of a part, parts, and how many of them are a chapter
 };
 
 template <CacheType kType, int kRows>
@@ -55,6 +72,7 @@ struct Shape {
         q_full[1], q_empty[1];
     uint64_t item_full[kItems], item_empty[kItems];
     Item items[kItems];
+    Cutting cuttings[32];
     alignas(128) float scales[kRopeSlots][kScales ? kTile : 1][kPairs];
     // How a tile joins its section and a section its chapter: two rows' `keep`, then their `add`.
     alignas(16) float by_tile[2][kRows / 2][4];
@@ -101,20 +119,30 @@ __device__ __forceinline__ uint32_t operand(const unsigned char* p) {
 template <int kRows>
 class Walk {
  public:
-  __device__ explicit Walk(const DecodeKernelArgs& k) : k_(k), lane_(threadIdx.x % 32) {}
+  // Asks for the lengths, which take a while to come.
+  __device__ Walk(const DecodeKernelArgs& k, Cutting* cuttings, bool mine)
+      : k_(k), cuttings_(cuttings), lane_(threadIdx.x % 32) {
+    if (mine && lane_ < k.batch) given_ = k.lengths.given(lane_);
+  }
 
   __device__ void begin() {
     const DecodeKernelArgs& k = k_;
     // Where each 32nd of the batch begins, in parts.
-    const int batch = static_cast<int>(k.a.p.batch), chunk = (batch + 31) / 32;
-    grain_ = k.a.plan.coarsest;
+    const int batch = k.batch, chunk = (batch + 31) / 32;
+    grain_ = k.plan.coarsest;
     int mine = 0;
-    if (k.a.plan.finest != grain_) {
+    Cut cut;
+    if (chunk == 1 && lane_ < batch) cut = cut_of_given(given_);
+    if (k.plan.finest != grain_) {
       Tally tally;
+      if (chunk == 1) {
+        if (lane_ < batch) tally.add(cut);
+      } else {
 #pragma unroll 2
-      for (int i = 0; i < chunk; ++i) {
-        const int b = lane_ * chunk + i;
-        if (b < batch) tally.add(cut_of(b));
+        for (int i = 0; i < chunk; ++i) {
+          const int b = lane_ * chunk + i;
+          if (b < batch) tally.add(cut_of(b));
+        }
       }
       Tally all;
 #pragma unroll
@@ -122,7 +150,7 @@ class Walk {
         all.parts[g] = __reduce_add_sync(~0u, tally.parts[g]);
         all.longest[g] = __reduce_max_sync(~0u, tally.longest[g]);
       }
-      grain_ = k.a.plan.cheapest(all);
+      grain_ = k.plan.cheapest(all);
       mine = grain_ == Grain::kSection ? tally.parts[0] : tally.parts[1];
     } else if (chunk > 1) {
 #pragma unroll 2
@@ -131,7 +159,7 @@ class Walk {
         if (b < batch) mine += cut_of(b).parts(grain_);
       }
     }
-    if (chunk == 1) mine = look_at(0);
+    if (chunk == 1 && lane_ < batch) mine = keep(cut);
     const int sum = scan(mine), parts = __shfl_sync(~0u, sum, 31), all = parts * k.row_blocks;
     const int block = blockIdx.x, blocks = gridDim.x;
     if (k.row_blocks > 1 || all <= blocks) {
@@ -157,28 +185,30 @@ class Walk {
     const int part = part_of(work_);
     while (part >= end_) load(group_ + 32, end_);
     const int from = __popc(__ballot_sync(~0u, first_ <= part)) - 1;
-    const auto its = [from](int x) { return __shfl_sync(~0u, x, from); };
-    const int index = part - its(first_), span = its(span_), tiles = its(cut_.tiles);
+    const int index = part - __shfl_sync(~0u, first_, from);
+    __syncwarp();  // what lanes keep
+    const Cutting cut = cuttings_[from];
     const int row_block = k_.row_blocks == 1 ? 0 : work_ % k_.row_blocks;
-    item.b = group_ + from, item.base = its(cut_.base), item.last = its(cut_.end);
-    item.begin = index * span * kTile;
-    item.end = min(item.begin + span * kTile, item.last - item.base);
-    item.tiles = min(span, tiles - index * span);
-    item.section = its(cut_.section);
-    item.parts = its(parts_), item.chapter = grain_ == Grain::kChapter ? 1 : its(cut_.chapter);
+    item.b = group_ + from, item.base = cut.base, item.last = cut.end;
+    item.begin = index * cut.span * kTile;
+    item.end = min(item.begin + cut.span * kTile, item.last - item.base);
+    item.tiles = min(cut.span, cut.tiles - index * cut.span);
+    item.section = cut.section;
+    item.parts = cut.parts, item.chapter = cut.chapter;
     item.first_row = row_block * kRows;
     item.at = work_;
     item.fresh = k_.row_blocks > 1 || index == 0 || first_time_;
-    item.leaves = k_.row_blocks > 1 || (index + 1) * span >= tiles;
+    item.leaves = k_.row_blocks > 1 || (index + 1) * cut.span >= cut.tiles;
     first_time_ = false;
     work_ += step_;
     return item;
   }
 
  private:
-  __device__ Cut cut_of(int b) const {
-    return Cut::of(static_cast<int>(k_.a.lengths.total(b)), static_cast<int>(k_.a.p.seq_len), k_.a.p.window,
-                   k_.a.plan.section_tiles, k_.a.plan.chapter_tiles);
+  __device__ Cut cut_of(int b) const { return cut_of_given(k_.lengths.given(b)); }
+  __device__ Cut cut_of_given(int64_t given) const {
+    return Cut::of(static_cast<int>(k_.lengths.total_of(given)), k_.seq_len, k_.window, k_.plan.section_tiles,
+                   k_.plan.chapter_tiles);
   }
   __device__ int part_of(int work) const { return k_.row_blocks == 1 ? work : work / k_.row_blocks; }
   __device__ int scan(int x) const {
@@ -192,27 +222,36 @@ class Walk {
   // This lane's of the 32 sequences from `group` on; how many parts it has.
   __device__ int look_at(int group) {
     group_ = group;
-    if (group + lane_ >= k_.a.p.batch) return 0;
-    cut_ = cut_of(group + lane_);
-    span_ = cut_.part_tiles(grain_);
-    return parts_ = cut_.parts(grain_);
+    if (group + lane_ >= k_.batch) return 0;
+    return keep(cut_of(group + lane_));
+  }
+  __device__ int keep(const Cut& cut) const {
+    const int parts = cut.parts(grain_);
+    cuttings_[lane_] = Cutting{cut.base,
+                               cut.end,
+                               cut.tiles,
+                               cut.section,
+                               cut.part_tiles(grain_),
+                               parts,
+                               grain_ == Grain::kChapter ? 1 : cut.chapter};
+    return parts;
   }
   // These 32, the first of which begins with part `before`.
   __device__ void load(int group, int before) {
+    __syncwarp();  // who read what lanes kept
     const int mine = look_at(group), sum = scan(mine);
     first_ = mine > 0 ? before + sum - mine : INT_MAX;
     end_ = before + __shfl_sync(~0u, sum, 31);
   }
 
   const DecodeKernelArgs& k_;
+  Cutting* const cuttings_;
   const int lane_;
+  int64_t given_ = 0;
   int work_ = 0, to_ = 0, step_ = 0;
   int group_ = 0, end_ = 0;
   Grain grain_ = Grain::kTile;
-  // Of this lane's sequence: its first part, how it is cut, tiles of a part, parts.
-  int first_ = 0;
-  Cut cut_;
-  int span_ = 1, parts_ = 0;
+  int first_ = 0;  // part of this lane's sequence
   bool first_time_ = true;
 };
 

@@ -25,6 +25,11 @@ cudaError_t launch_combine(const DecodeArgs& a, cudaLaunchConfig_t config) {
   using S = combine::Serial<kRows>;
   const unsigned row_blocks = a.plan.row_blocks, batch = static_cast<unsigned>(a.p.batch);
   config.dynamicSmemBytes = 0;
+  const cudaError_t status =
+      cudaFuncSetAttribute(a.plan.spread ? combine_spread_kernel<T, kRows> : combine_serial_kernel<T, kRows>,
+                           cudaFuncAttributePreferredSharedMemoryCarveout,
+                           decode_choice.carve == 0 ? cudaSharedmemCarveoutDefault : cudaSharedmemCarveoutMaxShared);
+  if (status != cudaSuccess) return status;
   if (a.plan.spread) {
     config.gridDim = dim3(combine::Slot<kRows>::kCount, row_blocks, batch);
     config.blockDim = dim3(combine::kSpreadThreads);
@@ -68,11 +73,21 @@ cudaError_t make_maps(const DecodeArgs& a, int64_t rows, bool packed, int box_ro
 
 template <typename T, CacheType kType, bool kMask, int kRows>
 cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
-  DecodeKernelArgs k;
-  k.a = a;
-  k.row_blocks = a.plan.row_blocks;
   const View& v = a.cache;
-  const int64_t rows = v.block_table ? v.num_blocks * v.block_size : a.p.batch * v.batch_rows;
+  const Params& p = a.p;
+  DecodeKernelArgs k;
+  k.lengths = a.lengths;
+  k.batch = static_cast<int>(p.batch), k.seq_len = static_cast<int>(p.seq_len), k.num_heads = p.num_heads;
+  k.window = p.window, k.causal = p.causal, k.scale = p.scale;
+  k.plan = a.plan;
+  k.row_blocks = a.plan.row_blocks;
+  k.batch_rows = static_cast<int>(v.batch_rows), k.block_table = v.block_table;
+  k.num_blocks = static_cast<int>(v.num_blocks), k.block_size = static_cast<int>(v.block_size);
+  k.max_blocks = static_cast<int>(v.max_blocks);
+  k.partial = a.partial, k.stats = a.stats, k.places = a.places;
+  k.mask_type = p.mask_type, k.attn_mask = p.attn_mask;
+  for (int i = 0; i < 4; ++i) k.mask_strides[i] = p.mask_strides[i];
+  const int64_t rows = v.block_table ? v.num_blocks * v.block_size : p.batch * v.batch_rows;
   k.box_rows = v.block_table && v.block_size < 64 ? static_cast<int>(v.block_size) : 64;
   const int64_t code = kType == CacheType::kSame ? sizeof(T) : 1;
   k.once = rows * (v.latent_row * code + v.rope_row * int64_t(sizeof(T))) > (int64_t(24) << 20);
@@ -100,7 +115,7 @@ cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  status = cudaLaunchKernelEx(&config, kernel, maps.latent, maps.rope, maps.scale, maps.q, k);
+  status = cudaLaunchKernelEx(&config, kernel, k, maps.latent, maps.rope, maps.scale, maps.q);
   if (status != cudaSuccess) return status;
   return launch_combine<T, kRows>(a, config);
 }
@@ -146,7 +161,6 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   if (choice.chapter_tiles > 0) plan.chapter_tiles = choice.chapter_tiles;
   if (choice.burst > 0) plan.burst = choice.burst;
   if (choice.early >= 0) plan.early = choice.early;
-  if (choice.ahead >= 0) plan.ahead = choice.ahead;
   plan.row_blocks = row_blocks(p, plan.rows);
   plan.multiprocessors = multiprocessors;
   plan.spread = choice.grain >= 0 ? choice.grain == 0 : p.batch * plan.row_blocks <= 4;

@@ -35,12 +35,11 @@ struct Lengths {
   }
   MLA_BOTH bool valid(int64_t n) const { return n >= 0 && n <= capacity - seq_len; }
   // What the kernels go on with: 0 where the value makes no sense.
-  MLA_BOTH int64_t before(int64_t b) const {
-    const int64_t n = given(b);
-    return valid(n) ? n : 0;
-  }
-  MLA_BOTH int64_t total(int64_t b) const {
-    const int64_t n = before(b) + seq_len;
+  MLA_BOTH int64_t before(int64_t b) const { return before_of(given(b)); }
+  MLA_BOTH int64_t before_of(int64_t n) const { return valid(n) ? n : 0; }
+  MLA_BOTH int64_t total(int64_t b) const { return total_of(given(b)); }
+  MLA_BOTH int64_t total_of(int64_t given) const {
+    const int64_t n = before_of(given) + seq_len;
     return n < capacity ? n : capacity;
   }
 };
@@ -253,7 +252,6 @@ struct DecodePlan {
   int spread = 0;  // parts are tiles, and the second kernel has a block for 16 channels of 8 rows
   int burst = 1;   // pairs of a tile's blocks that are fetched together: 1, 2 or 4
   int early = 1;   // tokens of earlier calls are fetched before the kernel before this one has ended
-  int ahead = 0;   // tiles that are brought into the L2 cache ahead of those that are fetched
   // What things take, in nanoseconds: a tile for a multiprocessor alone, and where all of them fetch; a part's sums.
   int multiprocessors = 1, tile_alone = 0, tile_of_all = 0, part_sums = 0;
   float part_of_all = 1.0f;  // 1 / multiprocessors
@@ -279,7 +277,7 @@ struct DecodePlan {
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
 struct DecodeChoice {
-  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, burst = -1, early = -1, ahead = -1;
+  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, burst = -1, early = -1, carve = -1;
 };
 extern DecodeChoice decode_choice;
 

@@ -93,10 +93,6 @@ __device__ __forceinline__ void tma_load(void* shared, const void* map, uint64_t
       "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1)
       : "memory");
 }
-// Brings memory into the L2 cache: an address and a size in 16-byte units.
-__device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
-}
 // What the L2 cache does with what is fetched: it goes first when room is wanted, or as anything else.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;

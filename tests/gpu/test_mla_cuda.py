@@ -243,7 +243,7 @@ WAYS = (
     {"grain": 1},
     {"grain": 1, "burst": 4, "early": 0},
     {"grain": 2, "early": 0},
-    {"grain": 2, "burst": 2, "ahead": 2},
+    {"grain": 2, "burst": 2},
 )
 
 
