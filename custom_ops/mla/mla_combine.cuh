@@ -102,8 +102,8 @@ struct Groups {
     for (int i = 0; i < b; ++i) first += cut_of(a, i).parts(Grain::kTile);
     const Cut cut = cut_of(a, b);
     parts = cut.parts(Grain::kTile);
-    per_group = cut.short_one() ? cut.section : cut.chapter;
-    per_chapter = cut.short_one() ? cut.chapter : 1;
+    per_group = cut.short_one() ? cut.section : Cut::kLongChapter;
+    per_chapter = cut.short_one() ? cut.chapter() : 1;
     count = Cut::over(parts, per_group);
   }
   __device__ static Cut cut_of(const DecodeArgs& a, int b) {

@@ -47,8 +47,6 @@ int deltafuse_mla_cuda_choose(const char* name, int value) {
                {"rows", &choice.rows},
                {"section_tiles", &choice.section_tiles},
                {"chapter_tiles", &choice.chapter_tiles},
-               {"burst", &choice.burst},
-               {"early", &choice.early},
                {"carve", &choice.carve}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) == 0) {

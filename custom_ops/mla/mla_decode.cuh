@@ -46,16 +46,30 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
   Ring<S::kSlots> slots;
   slots.advance(half * 2);
   int count = 0;
+  ptx::wait_prior_grid();  // which may read the sums of the call before
   while (const Item* item = feed.next()) {
     const int tiles = item->tiles, section_tiles = item->section;
+    // In the order of the accumulators: whole lines are written.
+    using Four = typename Travel<T>::Four;
+    Four* out = static_cast<Four*>(k.partial) + int64_t(item->at) * (kLatent * kRows / 4) + lane;
+    auto store = [&](const float (&x)[kValues], int m) {
+#pragma unroll
+      for (int j = 0; j < kRows / 8; ++j) {
+        out[(((half * 4 + m) * 4 + warp) * (kRows / 8) + j) * 32] =
+            Travel<T>::pack(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+      }
+    };
+    const bool alone = kRows == 32 && tiles == 1;  // one tile is the part
     int in_section = 0;
+    if (!alone) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
+      for (int m = 0; m < 4; ++m) {
 #pragma unroll
-      for (int x = 0; x < kValues; ++x) section[m][x] = 0.0f;
-      if (kChapters) {
+        for (int x = 0; x < kValues; ++x) section[m][x] = 0.0f;
+        if (kChapters) {
 #pragma unroll
-        for (int x = 0; x < kValues; ++x) chapter[m % (kChapters ? 4 : 1)][x] = 0.0f;
+          for (int x = 0; x < kValues; ++x) chapter[m % (kChapters ? 4 : 1)][x] = 0.0f;
+        }
       }
     }
 #pragma unroll 1
@@ -80,7 +94,11 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       auto finish = [&](float (&leaf)[kValues], int m) {
         ptx::keep(leaf);
         if (m % 2 == 1 && lane == 0) ptx::mbar_arrive(&small->empty[at[m / 2]]);
-        fold<T>(section[m], leaf, small->by_tile[buffer]);
+        if (alone) {
+          store(leaf, m);
+        } else {
+          fold<T>(section[m], leaf, small->by_tile[buffer]);
+        }
       };
       if constexpr (kRows == 32) {
         float leaf[2][kValues];
@@ -106,7 +124,7 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       }
       slots.advance(kPairs);
       ++in_section;
-      if (in_section == section_tiles || i == tiles - 1) {
+      if (!alone && (in_section == section_tiles || i == tiles - 1)) {
         in_section = 0;
         if constexpr (kChapters) {
 #pragma unroll
@@ -120,18 +138,9 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       __syncwarp();
       if (lane == 0) ptx::mbar_arrive(&small->weights_empty[place]);
     }
-    // In the order of these registers: whole lines are written.
-    ptx::wait_prior_grid();
-    using Four = typename Travel<T>::Four;
-    Four* out = static_cast<Four*>(k.partial) + int64_t(item->at) * (kLatent * kRows / 4) + lane;
+    if (!alone) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float (&x)[kValues] = kChapters ? chapter[m % (kChapters ? 4 : 1)] : section[m];
-#pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-        out[(((half * 4 + m) * 4 + warp) * (kRows / 8) + j) * 32] =
-            Travel<T>::pack(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
-      }
+      for (int m = 0; m < 4; ++m) store(kChapters ? chapter[m % (kChapters ? 4 : 1)] : section[m], m);
     }
     feed.done();
   }
@@ -159,21 +168,12 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   const Maps maps{&latent_map, &rope_map, &scale_map, &q_map};
   Walk<kRows> walk(k, small->cuttings, warp == 12);
   if (warp == 0) {
-    const int i = threadIdx.x;
-    auto init = [i](auto& bars, uint32_t arrivals) {
-      if (i < int(sizeof(bars) / sizeof(bars[0]))) ptx::mbar_init(&bars[i], arrivals);
-    };
-    init(small->full, 1), init(small->empty, 4);
-    init(small->raw_full, 1), init(small->raw_empty, 1);
-    init(small->rope_full, 1), init(small->rope_empty, 4);
-    init(small->weights_full, 3 + 32), init(small->weights_empty, 8);
-    init(small->item_full, 1), init(small->item_empty, S::kListeners);
-    init(small->q_full, 1), init(small->q_empty, 4);
+    for (int i = threadIdx.x; i < S::kBars; i += 32) ptx::mbar_init(small->full + i, S::arrivals(i));
     ptx::mbar_init_fence();
   } else if (warp == 12) {
-    const int i = threadIdx.x % 32;
-    if (i < 4) ptx::prefetch_map(i == 0 ? maps.latent : i == 1 ? maps.rope : i == 2 ? maps.scale : maps.q);
     walk.begin();
+  } else if (threadIdx.x == 13 * 32) {
+    ptx::prefetch_map(maps.q), ptx::prefetch_map(maps.latent), ptx::prefetch_map(maps.rope);
   }
   __syncthreads();
   ptx::launch_dependents();

@@ -28,20 +28,23 @@ __device__ __forceinline__ void fetch_queries(const DecodeKernelArgs& k, const C
   const int row = item.b * k.seq_len * k.num_heads + item.first_row;
   if (turn > 0) ptx::mbar_wait(small->q_empty, (turn - 1) & 1);
   ptx::mbar_expect(small->q_full, kRows * 2 * (kLatent + kRotary));
-#pragma unroll 1
-  for (int c = 0; c < (kLatent + kRotary) / 64; ++c) {
-    ptx::tma_load(q + c * kRows * 128, map, small->q_full, c * 64, row);
-  }
+  ptx::tma_load(q, map, small->q_full, 0, row, 0, ptx::evict_normal());
 }
 
-// One warp; its first lane starts the copies. Tokens that were there before this call do not wait for the kernel before
-// this one: it makes the queries, and the one before that wrote the new tokens.
+// Blocks of a paged cache that are smaller than a tile: copy(place in the tile, row) for each.
+template <typename Copy>
+__device__ __forceinline__ void fetch_boxes(const DecodeKernelArgs& k, const Item& item, int token, Copy copy) {
+#pragma unroll 1
+  for (int part = 0; part < kTile; part += k.box_rows) copy(part, box_row(k, item, token + part));
+}
+
+// One warp; its first lane starts the copies. It issues one instruction at a time, with nothing else to do meanwhile:
+// what a copy takes of them decides how soon the first tile is there, and how fast tiles can come at all.
 template <CacheType kType, int kRows, typename Small>
 __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& walk, unsigned char* shared,
                       Small* small) {
   using S = Shape<kType, kRows>;
-  constexpr int kPairSlots = S::kCodes ? S::kRawSlots : S::kSlots, kAhead = kPairSlots / kPairs;
-  constexpr int kBytes = S::kCodes ? kRaw : kPair;
+  constexpr int kPairSlots = S::kCodes ? S::kRawSlots : S::kSlots, kBytes = S::kCodes ? kRaw : kPair;
   unsigned char* pairs = shared + (S::kCodes ? S::kCode : 0);
   uint64_t *full = S::kCodes ? small->raw_full : small->full, *empty = S::kCodes ? small->raw_empty : small->empty;
   const int lane = threadIdx.x % 32;
@@ -50,60 +53,60 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
   Ring<kPairSlots> slots;
   Ring<kRopeSlots> ropes;
   int turn = 0;  // times that queries came
-  bool waited = false;
+  ptx::wait_prior_grid();
   while (true) {
     const Item item = walk.next();
     if (lane == 0) {
-      if (item.tiles == 0) feed.tell(item);
-      const int old = item.last - item.base - k.seq_len;
+      if (item.tiles == 0) {
+        feed.tell(item);
+        return;
+      }
+      // Later queries come behind the first tile: they wait for the last products that take the ones before.
       bool pending = item.fresh;
-      auto bring = [&] {
-        if (!waited) ptx::wait_prior_grid();
-        waited = true, pending = false;
-        fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small);
-      };
+      if (turn == 0) fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small), pending = false;
+      int token = item.base + item.begin, row = item.b * k.batch_rows + token;
 #pragma unroll 1
-      for (int i = 0; i < item.tiles; ++i) {
-        const int begin = item.begin + i * kTile;
-        if (!waited && (!k.plan.early || i == kAhead || begin + kTile > old)) bring();
+      for (int i = 0; i < item.tiles; ++i, token += kTile, row += kTile) {
+        if (k.block_table && k.box_rows == kTile) row = box_row(k, item, token);
 #pragma unroll 1
         for (int pair = 0; pair < kPairs; ++pair) {
-          if (!S::kCodes && kRows == 32 && pair % k.plan.burst == 0) {
-            for (int ahead = k.plan.burst - 1; ahead > 0; --ahead) {
-              ptx::mbar_wait(&empty[slots.at(ahead)], slots.parity(ahead) ^ 1);
-            }
-          }
-          ptx::mbar_wait(&empty[slots.slot], slots.phase ^ 1);
-          ptx::mbar_expect(&full[slots.slot], kBytes);
+          uint64_t* bar = &full[slots.slot];
           unsigned char* to = pairs + slots.slot * kBytes;
-#pragma unroll 1
-          for (int part = 0; part < kTile; part += k.box_rows) {
-            const int row = box_row(k, item, item.base + begin + part);
-            ptx::tma_load(to + part * 128, maps.latent, &full[slots.slot], pair * 128, row, policy);
-            if (!S::kCodes) {
-              ptx::tma_load(to + kBlock + part * 128, maps.latent, &full[slots.slot], pair * 128 + 64, row, policy);
-            }
+          ptx::mbar_wait(&empty[slots.slot], slots.phase ^ 1);
+          ptx::mbar_expect(bar, kBytes);
+          if (k.box_rows < kTile) {
+            fetch_boxes(k, item, token, [&](int part, int at) {
+              if constexpr (S::kCodes) {
+                ptx::tma_load(to + part * 128, maps.latent, bar, pair * 128, at, policy);
+              } else {
+                ptx::tma_load(to + part * 128, maps.latent, bar, 0, at, pair * 2, policy);
+                ptx::tma_load(to + kBlock + part * 128, maps.latent, bar, 0, at, pair * 2 + 1, policy);
+              }
+            });
+          } else if constexpr (S::kCodes) {
+            ptx::tma_load(to, maps.latent, bar, pair * 128, row, policy);
+          } else {
+            ptx::tma_load(to, maps.latent, bar, 0, row, pair * 2, policy);
           }
           slots.advance(1);
         }
-        if (i == 0) feed.tell(item);  // the copies under way
         ptx::mbar_wait(&small->rope_empty[ropes.slot], ropes.phase ^ 1);
         ptx::mbar_expect(&small->rope_full[ropes.slot], kBlock + S::kScaleBytes);
-#pragma unroll 1
-        for (int part = 0; part < kTile; part += k.box_rows) {
-          const int row = box_row(k, item, item.base + begin + part);
-          ptx::tma_load(shared + S::kRope + ropes.slot * kBlock + part * 128, maps.rope, &small->rope_full[ropes.slot],
-                        0, row, policy);
-          if (S::kScales) {
-            ptx::tma_load(&small->scales[ropes.slot][part][0], maps.scale, &small->rope_full[ropes.slot], 0, row,
-                          policy);
-          }
+        unsigned char* rope = shared + S::kRope + ropes.slot * kBlock;
+        uint64_t* bar = &small->rope_full[ropes.slot];
+        auto copy = [&](int part, int at) {
+          ptx::tma_load(rope + part * 128, maps.rope, bar, 0, at, policy);
+          if (S::kScales) ptx::tma_load(&small->scales[ropes.slot][part][0], maps.scale, bar, 0, at, policy);
+        };
+        if (k.box_rows < kTile) {
+          fetch_boxes(k, item, token, copy);
+        } else {
+          copy(0, row);
         }
         ropes.advance(1);
-        // Later queries come behind the first tile: they wait for the last products that take the ones before.
-        if (pending && waited) bring();
+        if (i == 0) feed.tell(item);  // the copies are under way
+        if (pending) fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small), pending = false;
       }
-      if (pending) bring();
     }
     if (item.tiles == 0) return;
     __syncwarp();

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <climits>
+#include <cstddef>
 
 #include "mla_sums.cuh"
 #include "mla_wgmma_sm90a.cuh"
@@ -12,7 +13,9 @@ namespace deltafuse::mla {
 
 // What decode_kernel takes of DecodeArgs: few lines of constant memory, since a kernel begins with misses there.
 struct DecodeKernelArgs {
-  Lengths lengths;
+  const void* past = nullptr;  // Lengths
+  int64_t past_len = 0, most_past = 0;
+  int is_int64 = 0;
   int batch = 0, seq_len = 0, num_heads = 0, window = 0, causal = 0;
   int row_blocks = 0;
   DecodePlan plan;
@@ -38,7 +41,7 @@ constexpr int kItems = 4, kConverters = 3, kRopeSlots = 2, kRaw = kTile * 128;  
 static_assert(kFloat8Group == 128, "a pair has one scale a token");
 
 // What a block does at a time: one part of a sequence for some query rows. Tokens count from `base`.
-struct Item {
+struct alignas(16) Item {
   int at;  // its place among the partial sums of all
   int b, base, last, begin, end, tiles, section, first_row;
   int parts, chapter;  // of the sequence: its parts, and how many of them are a chapter
@@ -67,10 +70,11 @@ struct Shape {
   static constexpr int kSmall = kCode + (kCodes ? kRawSlots * kRaw : 0);
 
   struct Small {
-    uint64_t full[kSlots], empty[kSlots], rope_full[kRopeSlots], rope_empty[kRopeSlots];
-    uint64_t raw_full[kRawSlots], raw_empty[kRawSlots], weights_full[kWeightBuffers], weights_empty[kWeightBuffers],
-        q_full[1], q_empty[1];
-    uint64_t item_full[kItems], item_empty[kItems];
+    // Of one arrival.
+    uint64_t full[kSlots], raw_full[kRawSlots], raw_empty[kRawSlots], rope_full[kRopeSlots], item_full[kItems],
+        q_full[1];
+    uint64_t empty[kSlots], rope_empty[kRopeSlots], q_empty[1];  // of a warpgroup's warps
+    uint64_t weights_full[kWeightBuffers], weights_empty[kWeightBuffers], item_empty[kItems];
     Item items[kItems];
     Cutting cuttings[32];
     alignas(128) float scales[kRopeSlots][kScales ? kTile : 1][kPairs];
@@ -82,6 +86,14 @@ struct Shape {
     int high[kRows];
     int64_t mask_row[kRows];
   };
+  static constexpr int kBars = offsetof(Small, items) / 8;
+  // How many arrive at the barrier at place i of Small: of the scores' first warp all lanes at weights_full, which
+  // wrote factors, each its own.
+  __device__ static int arrivals(int i) {
+    constexpr int kFour = offsetof(Small, empty) / 8, kFull = offsetof(Small, weights_full) / 8,
+                  kEmpty = offsetof(Small, weights_empty) / 8, kItem = offsetof(Small, item_empty) / 8;
+    return i < kFour ? 1 : i < kFull ? 4 : i < kEmpty ? 3 + 32 : i < kItem ? 8 : kListeners;
+  }
   static constexpr int kBytes = 1024 + kSmall + int(sizeof(Small));
   static_assert(kBytes <= 227 * 1024, "shared memory of a block");
   static_assert(kSlots >= kPairs, "a tile must fit");
@@ -122,7 +134,11 @@ class Walk {
   // Asks for the lengths, which take a while to come.
   __device__ Walk(const DecodeKernelArgs& k, Cutting* cuttings, bool mine)
       : k_(k), cuttings_(cuttings), lane_(threadIdx.x % 32) {
-    if (mine && lane_ < k.batch) given_ = k.lengths.given(lane_);
+    if (mine && lane_ < k.batch && k.past) {
+      const int32_t* past = static_cast<const int32_t*>(k.past) + (k.is_int64 ? 2 * lane_ : lane_);
+      low_ = past[0];
+      if (k.is_int64) high_ = past[1];
+    }
   }
 
   __device__ void begin() {
@@ -132,7 +148,9 @@ class Walk {
     grain_ = k.plan.coarsest;
     int mine = 0;
     Cut cut;
-    if (chunk == 1 && lane_ < batch) cut = cut_of_given(given_);
+    if (chunk == 1 && lane_ < batch) {
+      cut = cut_of_given(!k.past ? k.past_len : k.is_int64 ? int64_t(high_) << 32 | static_cast<uint32_t>(low_) : low_);
+    }
     if (k.plan.finest != grain_) {
       Tally tally;
       if (chunk == 1) {
@@ -160,13 +178,15 @@ class Walk {
       }
     }
     if (chunk == 1 && lane_ < batch) mine = keep(cut);
-    const int sum = scan(mine), parts = __shfl_sync(~0u, sum, 31), all = parts * k.row_blocks;
+    const int sum = batch == 1 ? mine : scan(mine), parts = __shfl_sync(~0u, sum, batch == 1 ? 0 : 31);
+    const int all = parts * k.row_blocks;
     const int block = blockIdx.x, blocks = gridDim.x;
     if (k.row_blocks > 1 || all <= blocks) {
       work_ = block, to_ = all, step_ = blocks;
     } else {
-      work_ = static_cast<int>(int64_t(block) * all / blocks),
-      to_ = static_cast<int>(int64_t(block + 1) * all / blocks);
+      const int each = Cut::over(all - blocks + 1, blocks), rest = all - each * blocks;  // all / blocks
+      work_ = block * each + min(block, rest);
+      to_ = work_ + each + (block < rest);
       step_ = 1;
     }
     if (work_ >= to_) return;
@@ -205,9 +225,15 @@ class Walk {
   }
 
  private:
-  __device__ Cut cut_of(int b) const { return cut_of_given(k_.lengths.given(b)); }
+  // Lengths::given and total, in few instructions.
+  __device__ int64_t given(int b) const {
+    if (!k_.past) return k_.past_len;
+    return k_.is_int64 ? static_cast<const int64_t*>(k_.past)[b] : static_cast<const int32_t*>(k_.past)[b];
+  }
+  __device__ Cut cut_of(int b) const { return cut_of_given(given(b)); }
   __device__ Cut cut_of_given(int64_t given) const {
-    return Cut::of(static_cast<int>(k_.lengths.total_of(given)), k_.seq_len, k_.window, k_.plan.section_tiles,
+    const bool valid = static_cast<uint64_t>(given) <= static_cast<uint64_t>(k_.most_past);
+    return Cut::of((valid ? static_cast<int>(given) : 0) + k_.seq_len, k_.seq_len, k_.window, k_.plan.section_tiles,
                    k_.plan.chapter_tiles);
   }
   __device__ int part_of(int work) const { return k_.row_blocks == 1 ? work : work / k_.row_blocks; }
@@ -233,7 +259,7 @@ class Walk {
                                cut.section,
                                cut.part_tiles(grain_),
                                parts,
-                               grain_ == Grain::kChapter ? 1 : cut.chapter};
+                               grain_ == Grain::kSection ? cut.chapter() : 1};  // tiles: not asked for
     return parts;
   }
   // These 32, the first of which begins with part `before`.
@@ -247,7 +273,7 @@ class Walk {
   const DecodeKernelArgs& k_;
   Cutting* const cuttings_;
   const int lane_;
-  int64_t given_ = 0;
+  int low_ = 0, high_ = 0;  // of this lane's length, as it is in memory
   int work_ = 0, to_ = 0, step_ = 0;
   int group_ = 0, end_ = 0;
   Grain grain_ = Grain::kTile;

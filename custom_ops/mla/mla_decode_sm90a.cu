@@ -46,29 +46,32 @@ struct DecodeMaps {
 
 // What is not there has the map of something else: it is not used, but looked up.
 template <typename T, CacheType kType, int kRows>
-cudaError_t make_maps(const DecodeArgs& a, int64_t rows, bool packed, int box_rows, DecodeMaps* maps) {
+cudaError_t make_maps(const DecodeArgs& a, int64_t rows, int box_rows, DecodeMaps* maps) {
   constexpr bool kCodes = kType != CacheType::kSame;
   const View& v = a.cache;
-  const uint32_t box[2] = {64, static_cast<uint32_t>(box_rows)}, code_box[2] = {128, box[1]},
-                 scale_box[2] = {4, box[1]};
-  const uint64_t latent_sizes[2] = {uint64_t(packed ? kLatent + kRotary : kLatent), uint64_t(rows)};
-  const uint64_t rope_sizes[2] = {uint64_t(kRotary), uint64_t(rows)}, scale_sizes[2] = {4, uint64_t(rows)};
+  const uint32_t some = static_cast<uint32_t>(box_rows);
+  const uint32_t box[2] = {64, some}, pair_box[3] = {64, some, box_rows < Cut::kTile ? 1u : 2u},
+                 code_box[2] = {128, some}, scale_box[2] = {4, some};
+  // Blocks of 64 channels are the third dimension of what is fetched into the 128-byte swizzle.
   const uint64_t latent_stride = v.latent_row * (kCodes ? 1 : sizeof(T)), rope_stride = v.rope_row * sizeof(T);
-  const uint64_t scale_stride = 16;
+  const uint64_t block_strides[2] = {latent_stride, 128}, scale_stride = 16;
+  const uint64_t block_sizes[3] = {64, uint64_t(rows), kLatent / 64}, code_sizes[2] = {kLatent, uint64_t(rows)};
+  const uint64_t rope_sizes[2] = {uint64_t(kRotary), uint64_t(rows)}, scale_sizes[2] = {4, uint64_t(rows)};
   cudaError_t status = make_map(&maps->rope, a.p.dtype, 2, v.rope, rope_sizes, &rope_stride, box);
   if (status != cudaSuccess) return status;
-  status = kCodes ? make_map(&maps->latent, MapType::kCodes, 2, v.latent, latent_sizes, &latent_stride, code_box)
-                  : make_map(&maps->latent, a.p.dtype, 2, v.latent, latent_sizes, &latent_stride, box);
+  status = kCodes ? make_map(&maps->latent, MapType::kCodes, 2, v.latent, code_sizes, &latent_stride, code_box)
+                  : make_map(&maps->latent, a.p.dtype, 3, v.latent, block_sizes, block_strides, pair_box);
   if (status != cudaSuccess) return status;
   maps->scale = maps->rope;
   if (kType == CacheType::kFloat8) {
     status = make_map(&maps->scale, MapType::kFloat32, 2, v.scale, scale_sizes, &scale_stride, scale_box);
     if (status != cudaSuccess) return status;
   }
-  const uint64_t q_sizes[2] = {kLatent + kRotary, uint64_t(a.p.batch * a.p.seq_len * a.p.num_heads)};
-  const uint64_t q_stride = (kLatent + kRotary) * sizeof(T);
-  const uint32_t q_box[2] = {64, kRows};
-  return make_map(&maps->q, a.p.dtype, 2, a.q, q_sizes, &q_stride, q_box);
+  constexpr int kQueryBlocks = (kLatent + kRotary) / 64;
+  const uint64_t q_sizes[3] = {64, uint64_t(a.p.batch * a.p.seq_len * a.p.num_heads), kQueryBlocks};
+  const uint64_t q_strides[2] = {(kLatent + kRotary) * sizeof(T), 128};
+  const uint32_t q_box[3] = {64, kRows, kQueryBlocks};
+  return make_map(&maps->q, a.p.dtype, 3, a.q, q_sizes, q_strides, q_box);
 }
 
 template <typename T, CacheType kType, bool kMask, int kRows>
@@ -76,7 +79,8 @@ cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   const View& v = a.cache;
   const Params& p = a.p;
   DecodeKernelArgs k;
-  k.lengths = a.lengths;
+  k.past = a.lengths.past, k.is_int64 = a.lengths.is_int64;
+  k.past_len = a.lengths.past_len, k.most_past = a.lengths.capacity - a.lengths.seq_len;
   k.batch = static_cast<int>(p.batch), k.seq_len = static_cast<int>(p.seq_len), k.num_heads = p.num_heads;
   k.window = p.window, k.causal = p.causal, k.scale = p.scale;
   k.plan = a.plan;
@@ -91,11 +95,8 @@ cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   k.box_rows = v.block_table && v.block_size < 64 ? static_cast<int>(v.block_size) : 64;
   const int64_t code = kType == CacheType::kSame ? sizeof(T) : 1;
   k.once = rows * (v.latent_row * code + v.rope_row * int64_t(sizeof(T))) > (int64_t(24) << 20);
-  const bool packed = kType == CacheType::kSame &&
-                      static_cast<const T*>(v.rope) == static_cast<const T*>(v.latent) + kLatent &&
-                      v.rope_row == v.latent_row;
   DecodeMaps maps;
-  cudaError_t status = make_maps<T, kType, kRows>(a, rows, packed, k.box_rows, &maps);
+  cudaError_t status = make_maps<T, kType, kRows>(a, rows, k.box_rows, &maps);
   if (status != cudaSuccess) return status;
   constexpr int kBytes = decode::Shape<kType, kRows>::kBytes;
   const auto kernel = decode_kernel<T, kType, kMask, kRows>;
@@ -159,8 +160,6 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   if (plan.rows == 64) plan.section_tiles = 16;  // no chapters: no registers for them
   if (choice.section_tiles > 0) plan.section_tiles = choice.section_tiles;
   if (choice.chapter_tiles > 0) plan.chapter_tiles = choice.chapter_tiles;
-  if (choice.burst > 0) plan.burst = choice.burst;
-  if (choice.early >= 0) plan.early = choice.early;
   plan.row_blocks = row_blocks(p, plan.rows);
   plan.multiprocessors = multiprocessors;
   plan.spread = choice.grain >= 0 ? choice.grain == 0 : p.batch * plan.row_blocks <= 4;

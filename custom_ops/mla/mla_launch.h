@@ -75,8 +75,8 @@ enum class Grain : int32_t { kTile = 0, kSection = 1, kChapter = 2 };
 struct Cut {
   int base = 0, end = 0;  // tokens that any query of the row may see; base is a multiple of kTile
   int tiles = 0;
-  int section = 0;  // tiles
-  int chapter = 0;  // sections
+  int section = 0;        // tiles
+  int chapter_tiles = 0;  // what a chapter should have, of a short sequence; a power of two
 
   // Of a sequence: parts at most, and chapters; a chapter of a long sequence has so many sections.
   static constexpr int kTile = 64, kMaxParts = 128, kLongChapter = 8, kMaxChapters = kMaxParts / kLongChapter;
@@ -104,7 +104,7 @@ struct Cut {
     if (c.tiles < 1) c.tiles = 1;
     const int least = (c.tiles + kMaxParts - 1) / kMaxParts, some = section_tiles / 4;
     c.section = c.short_one() ? section_tiles : least > some ? least : some;
-    c.chapter = c.short_one() ? over(c.sections(), wanted(c.tiles, chapter_tiles)) : kLongChapter;
+    c.chapter_tiles = chapter_tiles;
     return c;
   }
   // Chapters of so many tiles, at most, of a short sequence; a power of two.
@@ -129,13 +129,15 @@ struct Cut {
   // Short enough that its tiles may be parts; of a longer one the smallest parts are sections.
   MLA_BOTH bool short_one() const { return tiles <= kMaxParts; }
   MLA_BOTH int sections() const { return over(tiles, section); }
+  // Sections of a chapter.
+  MLA_BOTH int chapter() const { return short_one() ? over(sections(), wanted(tiles, chapter_tiles)) : kLongChapter; }
   MLA_BOTH int part_tiles(Grain grain) const {
     if (grain == Grain::kTile && short_one()) return 1;
-    return grain == Grain::kChapter ? section * chapter : section;
+    return grain == Grain::kChapter ? section * chapter() : section;
   }
   MLA_BOTH int parts(Grain grain) const {
     if (grain == Grain::kTile && short_one()) return tiles;
-    return grain == Grain::kChapter ? over(sections(), chapter) : sections();
+    return grain == Grain::kChapter ? over(sections(), chapter()) : sections();
   }
 };
 // How many parts a batch has in sections and in chapters, and the tiles of the longest one.
@@ -250,8 +252,6 @@ struct DecodePlan {
   int most = 0;                               // parts of the whole batch at most; the coarsest grain never has more
   int section_tiles = 8, chapter_tiles = 32;  // Cut; powers of two
   int spread = 0;  // parts are tiles, and the second kernel has a block for 16 channels of 8 rows
-  int burst = 1;   // pairs of a tile's blocks that are fetched together: 1, 2 or 4
-  int early = 1;   // tokens of earlier calls are fetched before the kernel before this one has ended
   // What things take, in nanoseconds: a tile for a multiprocessor alone, and where all of them fetch; a part's sums.
   int multiprocessors = 1, tile_alone = 0, tile_of_all = 0, part_sums = 0;
   float part_of_all = 1.0f;  // 1 / multiprocessors
@@ -277,7 +277,7 @@ struct DecodePlan {
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
 struct DecodeChoice {
-  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, burst = -1, early = -1, carve = -1;
+  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, carve = -1;
 };
 extern DecodeChoice decode_choice;
 
