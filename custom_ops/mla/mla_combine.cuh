@@ -15,7 +15,7 @@ struct CombineArgs {
 
 namespace combine {
 
-constexpr int kAhead = 8, kSpreadThreads = 512;
+constexpr int kAhead = 8;
 
 // Where a lane's four sums of a slot row belong: channels `channel` and + 8, query rows `row` and + 1.
 template <int kRows>
@@ -29,69 +29,16 @@ struct Slot {
   }
 };
 
-// What a lane knows of one sum: maxima and weights of its two query rows, its sums of kEach slot rows of these.
-template <typename T, int kEach>
-struct Known {
-  float2 top, sum;
-  typename Travel<T>::Four x[kEach];
-};
-
-// A lane's sums so far.
-template <typename T, int kEach>
-struct Sums {
-  Total low, high;  // of its two query rows
-  float4 x[kEach] = {};
-
-  __device__ __forceinline__ void join(const Known<T, kEach>& next) {
-    const Factors f = low.raise(next.top.x), g = high.raise(next.top.y);
-    low.join(next.sum.x, f), high.join(next.sum.y, g);
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-      const float4 y = Travel<T>::unpack(next.x[e]);
-      x[e].x = joined(x[e].x, y.x, f.keep, f.add), x[e].y = joined(x[e].y, y.y, g.keep, g.add);
-      x[e].z = joined(x[e].z, y.z, f.keep, f.add), x[e].w = joined(x[e].w, y.w, g.keep, g.add);
-    }
-  }
-  // As it travels.
-  __device__ __forceinline__ Known<T, kEach> known() const {
-    Known<T, kEach> k;
-    k.top = make_float2(low.top, high.top), k.sum = make_float2(low.sum, high.sum);
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) k.x[e] = Travel<T>::pack(x[e].x, x[e].y, x[e].z, x[e].w);
-    return k;
-  }
-};
-
-// Joins what load(i) brings, i from `from` to `to`; kAhead of them are on their way before the first is used.
-template <typename T, int kEach, typename Load>
-__device__ __forceinline__ void join_all(Sums<T, kEach>* sums, int from, int to, Load load) {
-#pragma unroll 1
-  for (int first = from; first < to; first += kAhead) {
-    Known<T, kEach> ahead[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i < to) ahead[i] = load(first + i);
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i < to) sums->join(ahead[i]);
-    }
-  }
+// Factors of two query rows side by side; a thread that makes them has one row.
+__device__ __forceinline__ void put(float4* factors, int row, Factors f) {
+  reinterpret_cast<float2*>(factors)[row] = make_float2(f.keep, f.add);
 }
-
-template <typename T>
-__device__ __forceinline__ void store(const DecodeArgs& a, int b, int first_row, int channel, int slot_row, float4 x,
-                                      float2 sum) {
-  const float low = sum.x > 0.0f ? 1.0f / sum.x : 0.0f, high = sum.y > 0.0f ? 1.0f / sum.y : 0.0f;
-  float scale0 = 1.0f, scale1 = 1.0f;
-  if (a.cache.type == CacheType::kInt8) scale0 = a.cache.scale[channel], scale1 = a.cache.scale[channel + 8];
-  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads, row = first_row + slot_row;
-  T* to = static_cast<T*>(a.o_latent) + (int64_t(b) * rows + row) * kLatent + channel;
-  if (row < rows) to[0] = from_float<T>(x.x * low * scale0), to[8] = from_float<T>(x.z * low * scale1);
-  if (row + 1 < rows) {
-    to[kLatent] = from_float<T>(x.y * high * scale0), to[kLatent + 8] = from_float<T>(x.w * high * scale1);
-  }
+__device__ __forceinline__ float4 joined(float4 x, float4 y, float4 f) {
+  x.x = mla::joined(x.x, y.x, f.x, f.y), x.y = mla::joined(x.y, y.y, f.z, f.w);
+  x.z = mla::joined(x.z, y.z, f.x, f.y), x.w = mla::joined(x.w, y.w, f.z, f.w);
+  return x;
 }
+__device__ __forceinline__ float inverse(const Total& whole) { return whole.sum > 0.0f ? 1.0f / whole.sum : 0.0f; }
 
 // How the parts of a sequence are grouped where they are tiles (or sections, of a long one): parts into groups, which
 // are sections (chapters), and these into chapters (nothing more). Takes the lengths alone, before there are parts.
@@ -112,21 +59,29 @@ struct Groups {
   }
 };
 
+// The spread kernel's warps: some join sums, 4 make the factors for it.
+constexpr int kJoiners = 16, kFactorThreads = 128, kSpreadThreads = kJoiners * 32 + kFactorThreads;
+
 template <int kRows>
 struct Serial {
-  static constexpr int kEach = 2, kThreads = 128, kWarps = kThreads / 32;
+  static constexpr int kEach = 2, kThreads = 256, kWarps = kThreads / 32;
   static constexpr int kBlocks = Slot<kRows>::kCount / kEach / kWarps;
 };
 
 }  // namespace combine
 
-// Few sequences of many parts: a block makes a slot row, which has 8 query rows, and its warps gather groups of parts.
+// Few sequences of many parts: a block makes a slot row, which has 8 query rows. Its warps join groups of parts, while
+// others go ahead of them with the factors, which need maxima and weights alone.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_kernel(const CombineArgs k) {
   using namespace combine;
-  constexpr int kWarps = kSpreadThreads / 32, kMaxGroups = Cut::kMaxParts / 4, kMaxAbove = kMaxGroups / 2;
-  // What groups and chapters have come to: by lane; maxima and weights are the same in every fourth.
-  __shared__ Known<T, 1> groups_known[kMaxGroups][32], chapters_known[kMaxAbove][32];
+  using Four = typename Travel<T>::Four;
+  constexpr int kMaxParts = Cut::kMaxParts, kMaxGroups = kMaxParts / 4;
+  // Factors by part, group or chapter, of pairs of rows.
+  __shared__ float4 of_part[kMaxParts][4], of_group[kMaxGroups][4], of_chapter[kMaxGroups][4];
+  __shared__ Four group_sums[kMaxGroups][32];
+  __shared__ float2 group_totals[kMaxGroups][8], chapter_totals[kMaxGroups][8];  // maximum, weights
+  __shared__ float inverses[8];
   const DecodeArgs& a = k.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_block = blockIdx.y, b = blockIdx.z;
   const Slot<kRows> slot(blockIdx.x);
@@ -134,50 +89,118 @@ __global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_ker
   const Groups groups(a, b);
   const int64_t at = int64_t(groups.first) * a.plan.row_blocks + row_block;
   const int step = a.plan.row_blocks;
-  const float* stats = a.stats + at * 2 * kRows + slot.row;
-  const auto* partial =
-      static_cast<const typename Travel<T>::Four*>(a.partial) + (at * Slot<kRows>::kCount + blockIdx.x) * 32 + lane;
   ptx::wait_prior_grid();
+  if (warp < kJoiners) {
+    const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + blockIdx.x) * 32 + lane;
+    bool waited = false;
 #pragma unroll 1
-  for (int group = warp; group < groups.count; group += kWarps) {
-    const int from = group * groups.per_group, to = min(from + groups.per_group, groups.parts);
-    Sums<T, 1> sums;
-    join_all(&sums, from, to, [&](int i) {
-      const float* s = stats + i * step * 2 * kRows;
-      Known<T, 1> known;
-      known.top = *reinterpret_cast<const float2*>(s), known.sum = *reinterpret_cast<const float2*>(s + kRows);
-      known.x[0] = partial[int64_t(i * step) * (Slot<kRows>::kCount * 32)];
-      return known;
-    });
-    groups_known[group][lane] = sums.known();
+    for (int group = warp; group < groups.count || !waited; group += kJoiners) {
+      const int from = group * groups.per_group, to = min(from + groups.per_group, groups.parts);
+      float4 sums = {};
+#pragma unroll 1
+      for (int first = from; first < to || !waited; first += kAhead) {
+        Four ahead[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (first + i < to) ahead[i] = partial[int64_t((first + i) * step) * (Slot<kRows>::kCount * 32)];
+        }
+        if (!waited) __syncthreads(), waited = true;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (first + i < to) sums = joined(sums, Travel<T>::unpack(ahead[i]), of_part[first + i][lane % 4]);
+        }
+      }
+      if (group < groups.count) group_sums[group][lane] = Travel<T>::pack(sums.x, sums.y, sums.z, sums.w);
+    }
+  } else {
+    const int thread = threadIdx.x - kJoiners * 32, row = thread % 8;
+    const float* stats = a.stats + at * 2 * kRows + blockIdx.x % (kRows / 8) * 8 + row;
+#pragma unroll 1
+    for (int group = thread / 8; group < groups.count; group += kFactorThreads / 8) {
+      const int from = group * groups.per_group, to = min(from + groups.per_group, groups.parts);
+      Total total;
+#pragma unroll 1
+      for (int first = from; first < to; first += kAhead) {
+        float tops[kAhead], sums[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (first + i >= to) continue;
+          const float* s = stats + (first + i) * step * 2 * kRows;
+          tops[i] = s[0], sums[i] = s[kRows];
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (first + i >= to) continue;
+          const Factors f = total.raise(tops[i]);
+          total.join(sums[i], f);
+          put(of_part[first + i], row, f);
+        }
+      }
+      group_totals[group][row] = make_float2(total.top, total.sum);
+    }
+    __syncthreads();
+    if (warp == kJoiners) {
+      const int chapters = Cut::over(groups.count, groups.per_chapter);
+#pragma unroll 1
+      for (int chapter = lane / 8; chapter < chapters; chapter += 4) {
+        const int from = chapter * groups.per_chapter, to = min(from + groups.per_chapter, groups.count);
+        Total total;
+#pragma unroll 4
+        for (int group = from; group < to; ++group) {
+          const float2 x = group_totals[group][row];
+          const Factors f = total.raise(x.x);
+          total.join(x.y, f);
+          put(of_group[group], row, f);
+        }
+        chapter_totals[chapter][row] = make_float2(total.top, total.sum);
+      }
+      __syncwarp();
+      if (lane < 8) {
+        Total whole;
+#pragma unroll 4
+        for (int chapter = 0; chapter < chapters; ++chapter) {
+          const float2 x = chapter_totals[chapter][row];
+          const Factors f = whole.raise(x.x);
+          whole.join(x.y, f);
+          put(of_chapter[chapter], row, f);
+        }
+        inverses[row] = inverse(whole);
+      }
+    }
   }
   __syncthreads();
-  int count = groups.count;
-  const auto* above = groups_known;
-  if (groups.per_chapter > 1) {
-    count = Cut::over(groups.count, groups.per_chapter);
-#pragma unroll 1
-    for (int chapter = warp; chapter < count; chapter += kWarps) {
-      const int from = chapter * groups.per_chapter, to = min(from + groups.per_chapter, groups.count);
-      Sums<T, 1> sums;
-      join_all(&sums, from, to, [&](int i) { return groups_known[i][lane]; });
-      chapters_known[chapter][lane] = sums.known();
+  // Four warps, each with one of a lane's sums.
+  if (warp >= 4) return;
+  const int row = lane % 4 * 2 + warp % 2;
+  float chapter_sum = 0.0f, whole = 0.0f;
+  int in_chapter = 0, chapter = 0;
+#pragma unroll 4
+  for (int group = 0; group < groups.count; ++group) {
+    const float2 f = reinterpret_cast<const float2*>(of_group[group])[row];
+    chapter_sum = mla::joined(chapter_sum, Travel<T>::one(group_sums[group][lane], warp), f.x, f.y);
+    if (++in_chapter == groups.per_chapter || group == groups.count - 1) {
+      const float2 g = reinterpret_cast<const float2*>(of_chapter[chapter])[row];
+      whole = mla::joined(whole, Travel<T>::rounded(chapter_sum), g.x, g.y);
+      chapter_sum = 0.0f, in_chapter = 0, ++chapter;
     }
-    above = chapters_known;
-    __syncthreads();
   }
-  if (warp > 0) return;
-  Sums<T, 1> whole;
-  join_all(&whole, 0, count, [&](int i) { return above[i][lane]; });
-  store<T>(a, b, row_block * kRows, slot.channel, slot.row, whole.x[0], make_float2(whole.low.sum, whole.high.sum));
+  const int channel = slot.channel + warp / 2 * 8, query_row = row_block * kRows + slot.row + warp % 2;
+  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads;
+  const float scale = a.cache.type == CacheType::kInt8 ? a.cache.scale[channel] : 1.0f;
+  T* to = static_cast<T*>(a.o_latent) + (int64_t(b) * rows + query_row) * kLatent + channel;
+  if (query_row < rows) *to = from_float<T>(whole * inverses[row] * scale);
 }
 
-// Many sequences of few parts: a warp makes slot rows that have the same query rows.
+// Many sequences of few parts: a warp makes slot rows that have the same query rows, and some threads of the block the
+// factors for them all.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(combine::Serial<kRows>::kThreads) combine_serial_kernel(const CombineArgs k) {
   using namespace combine;
   using S = Serial<kRows>;
+  using Four = typename Travel<T>::Four;
   constexpr int kRowGroups = kRows / 8, kEach = S::kEach;
+  __shared__ float4 of_part[kAhead][kRows / 2], of_chapter[kAhead][kRows / 2];  // at the part that ends it
+  __shared__ float inverses[kRows];
   const DecodeArgs& a = k.a;
   const int lane = threadIdx.x % 32, warp = blockIdx.x * S::kWarps + threadIdx.x / 32, row_block = blockIdx.y;
   const int b = blockIdx.z, slot_row = warp / kRowGroups * kEach * kRowGroups + warp % kRowGroups;
@@ -187,37 +210,76 @@ __global__ void __launch_bounds__(combine::Serial<kRows>::kThreads) combine_seri
   const int4 place = a.places[b];
   const int parts = place.y, per_chapter = place.z, step = a.plan.row_blocks;
   const int64_t at = place.x + row_block;
-  const float* stats = a.stats + at * 2 * kRows + slot.row;
-  const auto* partial =
-      static_cast<const typename Travel<T>::Four*>(a.partial) + (at * Slot<kRows>::kCount + slot_row) * 32 + lane;
-  Sums<T, kEach> chapter, whole;
+  const float* stats = a.stats + at * 2 * kRows + threadIdx.x;
+  const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + slot_row) * 32 + lane;
+  const bool makes_factors = threadIdx.x < kRows;
+  float4 chapter[kEach] = {}, whole[kEach] = {};
+  Total chapter_total, whole_total;
   int in_chapter = 0;
 #pragma unroll 1
   for (int first = 0; first < parts; first += kAhead) {
-    Known<T, kEach> ahead[kAhead];
+    Four ahead[kAhead][kEach];
+    float tops[kAhead], sums[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (first + i >= parts) continue;
       const float* s = stats + (first + i) * step * 2 * kRows;
-      const auto* x = partial + int64_t((first + i) * step) * (Slot<kRows>::kCount * 32);
-      ahead[i].top = *reinterpret_cast<const float2*>(s), ahead[i].sum = *reinterpret_cast<const float2*>(s + kRows);
+      if (makes_factors) tops[i] = s[0], sums[i] = s[kRows];
+      const Four* x = partial + int64_t((first + i) * step) * (Slot<kRows>::kCount * 32);
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) ahead[i].x[e] = x[e * kRowGroups * 32];
+      for (int e = 0; e < kEach; ++e) ahead[i][e] = x[e * kRowGroups * 32];
     }
+    if (makes_factors) {
+      int place_in = in_chapter;
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + i >= parts) break;
+        const Factors f = chapter_total.raise(tops[i]);
+        chapter_total.join(sums[i], f);
+        put(of_part[i], threadIdx.x, f);
+        if (++place_in == per_chapter || first + i == parts - 1) {
+          const Factors g = whole_total.raise(chapter_total.top);
+          whole_total.join(chapter_total.sum, g);
+          put(of_chapter[i], threadIdx.x, g);
+          chapter_total = Total{}, place_in = 0;
+        }
+      }
+      inverses[threadIdx.x] = inverse(whole_total);
+    }
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (first + i >= parts) break;
-      chapter.join(ahead[i]);
+      const float4 f = of_part[i][slot.row / 2];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) chapter[e] = joined(chapter[e], Travel<T>::unpack(ahead[i][e]), f);
       if (++in_chapter == per_chapter || first + i == parts - 1) {
-        whole.join(chapter.known());
-        chapter = Sums<T, kEach>{}, in_chapter = 0;
+        const float4 g = of_chapter[i][slot.row / 2];
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          const float4& c = chapter[e];
+          whole[e] = joined(whole[e], travelled<T>(c.x, c.y, c.z, c.w), g);
+          chapter[e] = float4{};
+        }
+        in_chapter = 0;
       }
     }
+    if (first + kAhead < parts) __syncthreads();
   }
+  const float low = inverses[slot.row], high = inverses[slot.row + 1];
+  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads, row = row_block * kRows + slot.row;
+  T* to = static_cast<T*>(a.o_latent) + (int64_t(b) * rows + row) * kLatent + slot.channel;
 #pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    store<T>(a, b, row_block * kRows, slot.channel + e * 16, slot.row, whole.x[e],
-             make_float2(whole.low.sum, whole.high.sum));
+  for (int e = 0; e < kEach; ++e, to += 16) {
+    const float4 x = whole[e];
+    float scale0 = 1.0f, scale1 = 1.0f;
+    if (a.cache.type == CacheType::kInt8) {
+      scale0 = a.cache.scale[slot.channel + e * 16], scale1 = a.cache.scale[slot.channel + e * 16 + 8];
+    }
+    if (row < rows) to[0] = from_float<T>(x.x * low * scale0), to[8] = from_float<T>(x.z * low * scale1);
+    if (row + 1 < rows) {
+      to[kLatent] = from_float<T>(x.y * high * scale0), to[kLatent + 8] = from_float<T>(x.w * high * scale1);
+    }
   }
 }
 
