@@ -46,8 +46,7 @@ int deltafuse_mla_cuda_choose(const char* name, int value) {
   } known[] = {{"grain", &choice.grain},
                {"rows", &choice.rows},
                {"section_tiles", &choice.section_tiles},
-               {"chapter_tiles", &choice.chapter_tiles},
-               {"carve", &choice.carve}};
+               {"chapter_tiles", &choice.chapter_tiles}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) == 0) {
       *one.value = value;

@@ -39,12 +39,11 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
   constexpr int kValues = kRows / 2;
   // Two heights of sums fit into the registers for 32 rows; with 64 every part is one section.
   constexpr bool kChapters = kRows == 32;
-  const int half = threadIdx.x / 128 - 1;  // of the channels
+  const int half = threadIdx.x / 128 - 1;  // of each pair's channels
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   float section[4][kValues], chapter[kChapters ? 4 : 1][kValues];
   Feed<Small> feed{small};
   Ring<S::kSlots> slots;
-  slots.advance(half * 2);
   int count = 0;
   ptx::wait_prior_grid();  // which may read the sums of the call before
   while (const Item* item = feed.next()) {
@@ -55,7 +54,7 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
     auto store = [&](const float (&x)[kValues], int m) {
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
-        out[(((half * 4 + m) * 4 + warp) * (kRows / 8) + j) * 32] =
+        out[(((m * 2 + half) * 4 + warp) * (kRows / 8) + j) * 32] =
             Travel<T>::pack(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
       }
     };
@@ -77,23 +76,21 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       const int buffer = count & 1, place = count % S::kWeightBuffers;
       ptx::mbar_wait(&small->weights_full[place], count / S::kWeightBuffers & 1);
       const unsigned char* weights = shared + S::kWeights + place * S::kVersions * S::kWeightBytes;
-      const int at[2] = {slots.at(0), slots.at(1)};
-      const uint32_t tile[2] = {operand(shared + at[0] * kPair), operand(shared + at[1] * kPair)};
-      const uint32_t w[2] = {operand(weights + (S::kScales ? half * 2 : 0) * S::kWeightBytes),
-                             operand(weights + (S::kScales ? half * 2 + 1 : 0) * S::kWeightBytes)};
-      // 64 channels at a time; for 32 rows the next ones' products go on while these are added.
+      // 64 channels of a pair at a time; for 32 rows the next ones' products go on while these are added.
       auto start = [&](float (&leaf)[kValues], int m) {
+        const uint32_t tile = operand(shared + slots.at(m) * kPair + half * kBlock);
+        const uint32_t w = operand(weights + (S::kScales ? m : 0) * S::kWeightBytes);
         ptx::wgmma_fence();
 #pragma unroll
         for (int j = 0; j < kTile / 16; ++j) {
-          product<T, 1>(leaf, ptx::further(tile[m / 2], m % 2 * kBlock + j * 2048), ptx::further(w[m / 2], j * 32),
-                        j > 0);
+          product<T, 1>(leaf, ptx::further(tile, j * 2048), ptx::further(w, j * 32), j > 0);
         }
         ptx::wgmma_commit();
       };
       auto finish = [&](float (&leaf)[kValues], int m) {
         ptx::keep(leaf);
-        if (m % 2 == 1 && lane == 0) ptx::mbar_arrive(&small->empty[at[m / 2]]);
+        if (lane == 0) ptx::mbar_arrive(&small->empty[slots.at(m)]);
+        if (m == 0) ptx::mbar_wait(&small->factors_full[place], count / S::kWeightBuffers & 1);
         if (alone) {
           store(leaf, m);
         } else {

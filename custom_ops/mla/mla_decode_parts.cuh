@@ -73,8 +73,10 @@ struct Shape {
     // Of one arrival.
     uint64_t full[kSlots], raw_full[kRawSlots], raw_empty[kRawSlots], rope_full[kRopeSlots], item_full[kItems],
         q_full[1];
-    uint64_t empty[kSlots], rope_empty[kRopeSlots], q_empty[1];  // of a warpgroup's warps
-    uint64_t weights_full[kWeightBuffers], weights_empty[kWeightBuffers], item_empty[kItems];
+    uint64_t weights_full[kWeightBuffers], rope_empty[kRopeSlots], q_empty[1];  // of the scores' warps
+    uint64_t empty[kSlots], weights_empty[kWeightBuffers];                      // of the sums' warps
+    uint64_t factors_full[kWeightBuffers];  // of all lanes of the warp that writes factors, each its own
+    uint64_t item_empty[kItems];
     Item items[kItems];
     Cutting cuttings[32];
     alignas(128) float scales[kRopeSlots][kScales ? kTile : 1][kPairs];
@@ -87,12 +89,11 @@ struct Shape {
     int64_t mask_row[kRows];
   };
   static constexpr int kBars = offsetof(Small, items) / 8;
-  // How many arrive at the barrier at place i of Small: of the scores' first warp all lanes at weights_full, which
-  // wrote factors, each its own.
+  // How many arrive at the barrier at place i of Small.
   __device__ static int arrivals(int i) {
-    constexpr int kFour = offsetof(Small, empty) / 8, kFull = offsetof(Small, weights_full) / 8,
-                  kEmpty = offsetof(Small, weights_empty) / 8, kItem = offsetof(Small, item_empty) / 8;
-    return i < kFour ? 1 : i < kFull ? 4 : i < kEmpty ? 3 + 32 : i < kItem ? 8 : kListeners;
+    constexpr int kScorers = offsetof(Small, weights_full) / 8, kSummers = offsetof(Small, empty) / 8,
+                  kLanes = offsetof(Small, factors_full) / 8, kAll = offsetof(Small, item_empty) / 8;
+    return i < kScorers ? 1 : i < kSummers ? 4 : i < kLanes ? 8 : i < kAll ? 32 : kListeners;
   }
   static constexpr int kBytes = 1024 + kSmall + int(sizeof(Small));
   static_assert(kBytes <= 227 * 1024, "shared memory of a block");

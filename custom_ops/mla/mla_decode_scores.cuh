@@ -241,7 +241,10 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
           }
         }
       }
-      // -- how the tile joins its section, and the section, at its end, its chapter
+      ptx::fence_async();
+      __syncwarp();
+      if (lane == 0) ptx::mbar_arrive(&small->weights_full[place]);
+      // -- how the tile joins its section, and the section, at its end, its chapter: while the products begin
       ++in_section;
       const bool ends = in_section == section_tiles || i == tiles - 1;
       if (warp == 0) {
@@ -259,16 +262,14 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
             small->by_section[buffer][row / 2][row % 2 + 2] = by_section[r].add;
           }
         }
+        ptx::mbar_arrive(&small->factors_full[place]);
         summed = buffer;
         section_ended = ends;
       }
       if (ends) in_section = 0;
-      ptx::fence_async();
-      __syncwarp();
-      // The first warp's lanes wrote factors, each its own: each says so.
-      if (warp == 0 || lane == 0) ptx::mbar_arrive(&small->weights_full[place]);
-      if (lane == 0) {
-        if (S::kScales) ptx::mbar_arrive(&small->rope_empty[ropes.slot]);
+      if (S::kScales) {
+        __syncwarp();
+        if (lane == 0) ptx::mbar_arrive(&small->rope_empty[ropes.slot]);
       }
       // -- the sums of its weights, while the products with them go on
       join_lanes<Sum>(here);

@@ -25,11 +25,6 @@ cudaError_t launch_combine(const DecodeArgs& a, cudaLaunchConfig_t config) {
   using S = combine::Serial<kRows>;
   const unsigned row_blocks = a.plan.row_blocks, batch = static_cast<unsigned>(a.p.batch);
   config.dynamicSmemBytes = 0;
-  const cudaError_t status =
-      cudaFuncSetAttribute(a.plan.spread ? combine_spread_kernel<T, kRows> : combine_serial_kernel<T, kRows>,
-                           cudaFuncAttributePreferredSharedMemoryCarveout,
-                           decode_choice.carve == 0 ? cudaSharedmemCarveoutDefault : cudaSharedmemCarveoutMaxShared);
-  if (status != cudaSuccess) return status;
   if (a.plan.spread) {
     config.gridDim = dim3(combine::Slot<kRows>::kCount, row_blocks, batch);
     config.blockDim = dim3(combine::kSpreadThreads);

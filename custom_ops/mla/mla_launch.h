@@ -277,7 +277,7 @@ struct DecodePlan {
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
 struct DecodeChoice {
-  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, carve = -1;
+  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1;
 };
 extern DecodeChoice decode_choice;
 
