@@ -171,7 +171,7 @@ struct TokenArgs {
   // Not null: queries times q_scale, all channels of them ([tokens * H, Dn + Dr]); q_rope is then inside of it.
   void* q_scaled = nullptr;
 };
-cudaError_t launch_tokens(const TokenArgs& args, cudaStream_t stream);
+cudaError_t launch_tokens(const TokenArgs& args, bool pdl, cudaStream_t stream);
 
 // Decode, absorbed: q_nope W_uk into the first R channels of `out`'s rows of R + Dr.
 struct AbsorbArgs {

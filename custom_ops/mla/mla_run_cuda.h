@@ -139,7 +139,7 @@ class Run {
     a.q_rope_float32 = float32;
     a.q_scaled = q_scaled;
     a.fresh = fresh;
-    const cudaError_t status = launch_tokens(a, stream_);
+    const cudaError_t status = launch_tokens(a, path_of(p_, device_) == Path::kDecode, stream_);
     return status == cudaSuccess ? nullptr : failed("launching the pass over new tokens", status);
   }
 

@@ -88,6 +88,8 @@ __device__ void write_latent(const TokenArgs& a, const T* in, int64_t row, float
 template <typename T>
 __global__ void __launch_bounds__(kThreads) tokens_kernel(const TokenArgs a) {
   __shared__ float shared[kWarps];
+  // Only then may the next kernel begin: what it overwrites is read by the calls before.
+  ptx::wait_prior_grid();
   ptx::launch_dependents();
   const Params& p = a.p;
   const int64_t token = blockIdx.x, b = token / p.seq_len, s = token % p.seq_len;
@@ -177,22 +179,27 @@ __global__ void __launch_bounds__(kThreads) flatten_kernel(const FlattenArgs a) 
 
 }  // namespace
 
-cudaError_t launch_tokens(const TokenArgs& a, cudaStream_t stream) {
+cudaError_t launch_tokens(const TokenArgs& a, bool pdl, cudaStream_t stream) {
   const int64_t tokens = a.p.batch * a.p.seq_len;
   if (tokens == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>(tokens), 2);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(tokens), 2);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = pdl ? 1 : 0;
   switch (a.p.dtype) {
     case DType::kFloat32:
-      tokens_kernel<float><<<grid, kThreads, 0, stream>>>(a);
-      break;
+      return cudaLaunchKernelEx(&config, tokens_kernel<float>, a);
     case DType::kFloat16:
-      tokens_kernel<__half><<<grid, kThreads, 0, stream>>>(a);
-      break;
+      return cudaLaunchKernelEx(&config, tokens_kernel<__half>, a);
     case DType::kBFloat16:
-      tokens_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(a);
-      break;
+      return cudaLaunchKernelEx(&config, tokens_kernel<__nv_bfloat16>, a);
   }
-  return cudaGetLastError();
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t launch_flatten(const FlattenArgs& a, cudaStream_t stream) {
