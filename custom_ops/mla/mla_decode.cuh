@@ -39,7 +39,8 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
   constexpr int kValues = kRows / 2;
   // Two heights of sums fit into the registers for 32 rows; with 64 every part is one section.
   constexpr bool kChapters = kRows == 32;
-  const int half = threadIdx.x / 128 - 1;  // of each pair's channels
+  const int half = threadIdx.x / 128 - 1;  // of the channels
+  const auto pair_of = [half](int m) { return S::kEachPair ? m : half * 2 + m / 2; };
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   float section[4][kValues], chapter[kChapters ? 4 : 1][kValues];
   Feed<Small> feed{small};
@@ -54,7 +55,7 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
     auto store = [&](const float (&x)[kValues], int m) {
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
-        out[(((m * 2 + half) * 4 + warp) * (kRows / 8) + j) * 32] =
+        out[(((S::kEachPair ? m * 2 + half : half * 4 + m) * 4 + warp) * (kRows / 8) + j) * 32] =
             Travel<T>::pack(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
       }
     };
@@ -78,8 +79,8 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       const unsigned char* weights = shared + S::kWeights + place * S::kVersions * S::kWeightBytes;
       // 64 channels of a pair at a time; for 32 rows the next ones' products go on while these are added.
       auto start = [&](float (&leaf)[kValues], int m) {
-        const uint32_t tile = operand(shared + slots.at(m) * kPair + half * kBlock);
-        const uint32_t w = operand(weights + (S::kScales ? m : 0) * S::kWeightBytes);
+        const uint32_t tile = operand(shared + slots.at(pair_of(m)) * kPair + (S::kEachPair ? half : m % 2) * kBlock);
+        const uint32_t w = operand(weights + (S::kScales ? pair_of(m) : 0) * S::kWeightBytes);
         ptx::wgmma_fence();
 #pragma unroll
         for (int j = 0; j < kTile / 16; ++j) {
@@ -89,7 +90,7 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       };
       auto finish = [&](float (&leaf)[kValues], int m) {
         ptx::keep(leaf);
-        if (lane == 0) ptx::mbar_arrive(&small->empty[slots.at(m)]);
+        if (lane == 0 && (S::kEachPair || m % 2 == 1)) ptx::mbar_arrive(&small->empty[slots.at(pair_of(m))]);
         if (m == 0) ptx::mbar_wait(&small->factors_full[place], count / S::kWeightBuffers & 1);
         if (alone) {
           store(leaf, m);
@@ -161,12 +162,11 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   unsigned char* shared = unaligned + (1024 - ptx::shared_address(unaligned) % 1024) % 1024;
   auto* small = reinterpret_cast<typename S::Small*>(shared + S::kSmall);
 
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
   const Maps maps{&latent_map, &rope_map, &scale_map, &q_map};
   Walk<kRows> walk(k, small->cuttings, warp == 12);
-  if (warp == 0) {
-    for (int i = threadIdx.x; i < S::kBars; i += 32) ptx::mbar_init(small->full + i, S::arrivals(i));
-    ptx::mbar_init_fence();
+  if (warp < 4) {
+    S::make_barriers(small);
   } else if (warp == 12) {
     walk.begin();
   } else if (threadIdx.x == 13 * 32) {
@@ -175,19 +175,19 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   __syncthreads();
   ptx::launch_dependents();
 
-  if (group == 0) {
+  if (warp < 4) {
     ptx::set_registers_less<kScoreRegisters>();
     scores<T, kType, kMask, kRows>(k, shared, small);
-  } else if (group == 3) {
+  } else if (warp < 12) {
+    ptx::set_registers_more<kSumRegisters>();
+    weighted_sum<T, kType, kRows>(k, shared, small);
+  } else {
     ptx::set_registers_less<kFetchRegisters>();
     if (warp == 12) {
       fetch<kType, kRows>(k, maps, walk, shared, small);
     } else if constexpr (S::kCodes) {
       convert_tiles<T, kType, kRows>(k, shared, small);
     }
-  } else {
-    ptx::set_registers_more<kSumRegisters>();
-    weighted_sum<T, kType, kRows>(k, shared, small);
   }
 #endif
 }

@@ -72,6 +72,7 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
         for (int pair = 0; pair < kPairs; ++pair) {
           uint64_t* bar = &full[slots.slot];
           unsigned char* to = pairs + slots.slot * kBytes;
+          if (S::kBurst == 2 && pair % 2 == 0) ptx::mbar_wait(&empty[slots.at(1)], slots.parity(1) ^ 1);
           ptx::mbar_wait(&empty[slots.slot], slots.phase ^ 1);
           ptx::mbar_expect(bar, kBytes);
           if (k.box_rows < kTile) {

@@ -4,7 +4,6 @@
 #include <cuda.h>
 
 #include <climits>
-#include <cstddef>
 
 #include "mla_sums.cuh"
 #include "mla_wgmma_sm90a.cuh"
@@ -65,18 +64,21 @@ struct Shape {
   static constexpr int kWeightBuffers = kScales ? 1 : 2;
   static constexpr int kScaleBytes = kScales ? kTile * kPairs * 4 : 0;
 
+  // Whether the two warpgroups of the sums share each pair, or have two of a tile's four each. Two pairs are then free
+  // at a time, and so fetched: where memory decides, it likes that better.
+  static constexpr bool kEachPair = kCodes || kRows == 64;
+  static constexpr int kBurst = kEachPair ? 1 : 2;
+
   static constexpr int kRope = kSlots * kPair, kQuery = kRope + kRopeSlots * kBlock, kWeights = kQuery + kQueryBytes;
   static constexpr int kCode = kWeights + kWeightBuffers * kVersions * kWeightBytes;
   static constexpr int kSmall = kCode + (kCodes ? kRawSlots * kRaw : 0);
 
   struct Small {
-    // Of one arrival.
-    uint64_t full[kSlots], raw_full[kRawSlots], raw_empty[kRawSlots], rope_full[kRopeSlots], item_full[kItems],
-        q_full[1];
-    uint64_t weights_full[kWeightBuffers], rope_empty[kRopeSlots], q_empty[1];  // of the scores' warps
-    uint64_t empty[kSlots], weights_empty[kWeightBuffers];                      // of the sums' warps
-    uint64_t factors_full[kWeightBuffers];  // of all lanes of the warp that writes factors, each its own
-    uint64_t item_empty[kItems];
+    uint64_t full[kSlots], empty[kSlots], rope_full[kRopeSlots], rope_empty[kRopeSlots];
+    uint64_t raw_full[kRawSlots], raw_empty[kRawSlots], weights_full[kWeightBuffers], weights_empty[kWeightBuffers],
+        q_full[1], q_empty[1];
+    uint64_t factors_full[kWeightBuffers];  // all lanes arrive that wrote factors, each its own
+    uint64_t item_full[kItems], item_empty[kItems];
     Item items[kItems];
     Cutting cuttings[32];
     alignas(128) float scales[kRopeSlots][kScales ? kTile : 1][kPairs];
@@ -88,13 +90,27 @@ struct Shape {
     int high[kRows];
     int64_t mask_row[kRows];
   };
-  static constexpr int kBars = offsetof(Small, items) / 8;
-  // How many arrive at the barrier at place i of Small.
-  __device__ static int arrivals(int i) {
-    constexpr int kScorers = offsetof(Small, weights_full) / 8, kSummers = offsetof(Small, empty) / 8,
-                  kLanes = offsetof(Small, factors_full) / 8, kAll = offsetof(Small, item_empty) / 8;
-    return i < kScorers ? 1 : i < kSummers ? 4 : i < kLanes ? 8 : i < kAll ? 32 : kListeners;
+
+#ifdef MLA_SM90A
+  // Each by one thread, one after another: an instruction takes the same barrier from all lanes.
+  __device__ static void make_barriers(Small* small) {
+    auto make = [](auto& bars, uint32_t arrivals) {
+#pragma unroll
+      for (auto& bar : bars) ptx::mbar_init(&bar, arrivals);
+    };
+    if (threadIdx.x == 0) {
+      make(small->full, 1), make(small->q_full, 1), make(small->q_empty, 4);
+    } else if (threadIdx.x == 32) {
+      make(small->empty, kEachPair ? 8 : 4), make(small->weights_full, 4), make(small->weights_empty, 8);
+    } else if (threadIdx.x == 64) {
+      make(small->raw_full, 1), make(small->raw_empty, 1);
+      make(small->rope_full, 1), make(small->rope_empty, 4), make(small->factors_full, 32);
+    } else if (threadIdx.x == 96) {
+      make(small->item_full, 1), make(small->item_empty, kListeners);
+    }
+    ptx::mbar_init_fence();
   }
+#endif
   static constexpr int kBytes = 1024 + kSmall + int(sizeof(Small));
   static_assert(kBytes <= 227 * 1024, "shared memory of a block");
   static_assert(kSlots >= kPairs, "a tile must fit");
