@@ -56,7 +56,8 @@ struct alignas(16) Cutting {
 template <CacheType kType, int kRows>
 struct Shape {
   static constexpr bool kCodes = kType != CacheType::kSame, kScales = kType == CacheType::kFloat8;
-  static constexpr int kSlots = kCodes ? 6 : kRows == 32 ? 10 : 7, kRawSlots = kCodes ? 6 : 1;
+  static constexpr int kSlots = kScales || kRows == 64 ? 7 : kCodes ? 8 : 10;
+  static constexpr int kRawSlots = kScales ? 4 : kCodes ? 4 : 1;
   static constexpr int kQueryBlock = kRows * 128, kQueryBytes = kQueryBlock * (kLatent + kRotary) / 64;
   // float8: weights times the tokens' scales, one version a pair.
   static constexpr int kListeners = kCodes ? 15 : 12;  // warps that hear of parts
@@ -99,11 +100,11 @@ struct Shape {
       for (auto& bar : bars) ptx::mbar_init(&bar, arrivals);
     };
     if (threadIdx.x == 0) {
-      make(small->full, 1), make(small->q_full, 1), make(small->q_empty, 4);
+      make(small->full, kCodes ? kConverters : 1), make(small->q_full, 1), make(small->q_empty, 4);
     } else if (threadIdx.x == 32) {
       make(small->empty, kEachPair ? 8 : 4), make(small->weights_full, 4), make(small->weights_empty, 8);
     } else if (threadIdx.x == 64) {
-      make(small->raw_full, 1), make(small->raw_empty, 1);
+      make(small->raw_full, 1), make(small->raw_empty, kConverters);
       make(small->rope_full, 1), make(small->rope_empty, 4), make(small->factors_full, 32);
     } else if (threadIdx.x == 96) {
       make(small->item_full, 1), make(small->item_empty, kListeners);
@@ -114,8 +115,6 @@ struct Shape {
   static constexpr int kBytes = 1024 + kSmall + int(sizeof(Small));
   static_assert(kBytes <= 227 * 1024, "shared memory of a block");
   static_assert(kSlots >= kPairs, "a tile must fit");
-  // A warp that waits for every third use of a barrier would not notice that it is a whole round behind.
-  static_assert(!kCodes || (kSlots % kConverters == 0 && kRawSlots % kConverters == 0), "a slot has one converter");
 };
 
 #ifdef MLA_SM90A
