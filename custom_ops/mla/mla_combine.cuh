@@ -38,6 +38,27 @@ __device__ __forceinline__ float4 joined(float4 x, float4 y, float4 f) {
   x.z = mla::joined(x.z, y.z, f.x, f.y), x.w = mla::joined(x.w, y.w, f.z, f.w);
   return x;
 }
+// Joins the maxima and weights that get(i) brings, i from `from` to `to`; put(i, factors).
+template <typename Get, typename Put>
+__device__ __forceinline__ Total join_totals(int from, int to, Get get, Put put) {
+  Total total;
+#pragma unroll 1
+  for (int first = from; first < to; first += kAhead) {
+    float2 ahead[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i < to) ahead[i] = get(first + i);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= to) continue;
+      const Factors f = total.raise(ahead[i].x);
+      total.join(ahead[i].y, f);
+      put(first + i, f);
+    }
+  }
+  return total;
+}
 __device__ __forceinline__ float inverse(const Total& whole) { return whole.sum > 0.0f ? 1.0f / whole.sum : 0.0f; }
 
 // How the parts of a sequence are grouped where they are tiles (or sections, of a long one): parts into groups, which
@@ -118,24 +139,13 @@ __global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_ker
 #pragma unroll 1
     for (int group = thread / 8; group < groups.count; group += kFactorThreads / 8) {
       const int from = group * groups.per_group, to = min(from + groups.per_group, groups.parts);
-      Total total;
-#pragma unroll 1
-      for (int first = from; first < to; first += kAhead) {
-        float tops[kAhead], sums[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          if (first + i >= to) continue;
-          const float* s = stats + (first + i) * step * 2 * kRows;
-          tops[i] = s[0], sums[i] = s[kRows];
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          if (first + i >= to) continue;
-          const Factors f = total.raise(tops[i]);
-          total.join(sums[i], f);
-          put(of_part[first + i], row, f);
-        }
-      }
+      const Total total = join_totals(
+          from, to,
+          [&](int i) {
+            const float* s = stats + i * step * 2 * kRows;
+            return make_float2(s[0], s[kRows]);
+          },
+          [&](int i, Factors f) { put(of_part[i], row, f); });
       group_totals[group][row] = make_float2(total.top, total.sum);
     }
     __syncthreads();
@@ -144,26 +154,15 @@ __global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_ker
 #pragma unroll 1
       for (int chapter = lane / 8; chapter < chapters; chapter += 4) {
         const int from = chapter * groups.per_chapter, to = min(from + groups.per_chapter, groups.count);
-        Total total;
-#pragma unroll 4
-        for (int group = from; group < to; ++group) {
-          const float2 x = group_totals[group][row];
-          const Factors f = total.raise(x.x);
-          total.join(x.y, f);
-          put(of_group[group], row, f);
-        }
+        const Total total = join_totals(
+            from, to, [&](int i) { return group_totals[i][row]; }, [&](int i, Factors f) { put(of_group[i], row, f); });
         chapter_totals[chapter][row] = make_float2(total.top, total.sum);
       }
       __syncwarp();
       if (lane < 8) {
-        Total whole;
-#pragma unroll 4
-        for (int chapter = 0; chapter < chapters; ++chapter) {
-          const float2 x = chapter_totals[chapter][row];
-          const Factors f = whole.raise(x.x);
-          whole.join(x.y, f);
-          put(of_chapter[chapter], row, f);
-        }
+        const Total whole = join_totals(
+            0, chapters, [&](int i) { return chapter_totals[i][row]; },
+            [&](int i, Factors f) { put(of_chapter[i], row, f); });
         inverses[row] = inverse(whole);
       }
     }
@@ -174,14 +173,25 @@ __global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_ker
   const int row = lane % 4 * 2 + warp % 2;
   float chapter_sum = 0.0f, whole = 0.0f;
   int in_chapter = 0, chapter = 0;
-#pragma unroll 4
-  for (int group = 0; group < groups.count; ++group) {
-    const float2 f = reinterpret_cast<const float2*>(of_group[group])[row];
-    chapter_sum = mla::joined(chapter_sum, Travel<T>::one(group_sums[group][lane], warp), f.x, f.y);
-    if (++in_chapter == groups.per_chapter || group == groups.count - 1) {
-      const float2 g = reinterpret_cast<const float2*>(of_chapter[chapter])[row];
-      whole = mla::joined(whole, Travel<T>::rounded(chapter_sum), g.x, g.y);
-      chapter_sum = 0.0f, in_chapter = 0, ++chapter;
+#pragma unroll 1
+  for (int first = 0; first < groups.count; first += kAhead) {
+    float sums[kAhead];
+    float2 factors[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= groups.count) continue;
+      sums[i] = Travel<T>::one(group_sums[first + i][lane], warp);
+      factors[i] = reinterpret_cast<const float2*>(of_group[first + i])[row];
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= groups.count) break;
+      chapter_sum = mla::joined(chapter_sum, sums[i], factors[i].x, factors[i].y);
+      if (++in_chapter == groups.per_chapter || first + i == groups.count - 1) {
+        const float2 g = reinterpret_cast<const float2*>(of_chapter[chapter])[row];
+        whole = mla::joined(whole, Travel<T>::rounded(chapter_sum), g.x, g.y);
+        chapter_sum = 0.0f, in_chapter = 0, ++chapter;
+      }
     }
   }
   const int channel = slot.channel + warp / 2 * 8, query_row = row_block * kRows + slot.row + warp % 2;

@@ -61,9 +61,6 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
         feed.tell(item);
         return;
       }
-      // Later queries come behind the first tile: they wait for the last products that take the ones before.
-      bool pending = item.fresh;
-      if (turn == 0) fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small), pending = false;
       int token = item.base + item.begin, row = item.b * k.batch_rows + token;
 #pragma unroll 1
       for (int i = 0; i < item.tiles; ++i, token += kTile, row += kTile) {
@@ -91,6 +88,9 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
           }
           slots.advance(1);
         }
+        // Queries come behind the first pairs, which are longer on their way, and may have to wait for the last
+        // products that take the ones before.
+        if (i == 0 && item.fresh) fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small);
         ptx::mbar_wait(&small->rope_empty[ropes.slot], ropes.phase ^ 1);
         ptx::mbar_expect(&small->rope_full[ropes.slot], kBlock + S::kScaleBytes);
         unsigned char* rope = shared + S::kRope + ropes.slot * kBlock;
@@ -106,7 +106,6 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
         }
         ropes.advance(1);
         if (i == 0) feed.tell(item);  // the copies are under way
-        if (pending) fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small), pending = false;
       }
     }
     if (item.tiles == 0) return;
