@@ -268,14 +268,16 @@ class Walk {
     return keep(cut_of(group + lane_));
   }
   __device__ int keep(const Cut& cut) const {
-    const int parts = cut.parts(grain_);
-    cuttings_[lane_] = Cutting{cut.base,
-                               cut.end,
-                               cut.tiles,
-                               cut.section,
-                               cut.part_tiles(grain_),
-                               parts,
-                               grain_ == Grain::kSection ? cut.chapter() : 1};  // tiles: not asked for
+    int span = 1, parts = cut.tiles, chapter = 1;
+    if (grain_ != Grain::kTile || !cut.short_one()) {
+      parts = cut.sections(), span = cut.section;
+      if (grain_ == Grain::kSection) chapter = cut.chapter_of(parts);
+      if (grain_ == Grain::kChapter) {
+        const int sections = cut.chapter_of(parts);
+        span *= sections, parts = Cut::over(parts, sections);
+      }
+    }
+    cuttings_[lane_] = Cutting{cut.base, cut.end, cut.tiles, cut.section, span, parts, chapter};
     return parts;
   }
   // These 32, the first of which begins with part `before`.

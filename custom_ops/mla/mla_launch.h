@@ -81,13 +81,14 @@ struct Cut {
   // Of a sequence: parts at most, and chapters; a chapter of a long sequence has so many sections.
   static constexpr int kTile = 64, kMaxParts = 128, kLongChapter = 8, kMaxChapters = kMaxParts / kLongChapter;
 
-  // x / y rounded up, for quotients below 2^20 or so.
+  // x / y rounded up, for x + y below 2^20. A half more than the dividend keeps its quotient further from whole numbers
+  // than an approximate reciprocal is off.
   MLA_BOTH static int over(int x, int y) {
     x += y - 1;
 #ifdef __CUDA_ARCH__
-    int q = __float2int_rd(__fdividef(static_cast<float>(x), static_cast<float>(y)));  // off by one at most
-    if (q * y > x) --q;
-    return (q + 1) * y <= x ? q + 1 : q;
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(static_cast<float>(y)));
+    return __float2int_rd((static_cast<float>(x) + 0.5f) * reciprocal);
 #else
     return x / y;
 #endif
@@ -130,10 +131,9 @@ struct Cut {
   MLA_BOTH bool short_one() const { return tiles <= kMaxParts; }
   MLA_BOTH int sections() const { return over(tiles, section); }
   // Sections of a chapter.
-  MLA_BOTH int chapter() const { return short_one() ? over(sections(), wanted(tiles, chapter_tiles)) : kLongChapter; }
-  MLA_BOTH int part_tiles(Grain grain) const {
-    if (grain == Grain::kTile && short_one()) return 1;
-    return grain == Grain::kChapter ? section * chapter() : section;
+  MLA_BOTH int chapter() const { return chapter_of(sections()); }
+  MLA_BOTH int chapter_of(int sections) const {
+    return short_one() ? over(sections, wanted(tiles, chapter_tiles)) : kLongChapter;
   }
   MLA_BOTH int parts(Grain grain) const {
     if (grain == Grain::kTile && short_one()) return tiles;
@@ -145,13 +145,14 @@ struct Tally {
   int parts[2] = {0, 0}, longest[2] = {0, 0};
 
   MLA_BOTH void add(const Cut& cut) {
+    const int sections = cut.sections(), chapter = cut.chapter_of(sections);
+    const int spans[2] = {cut.section, cut.section * chapter};
+    parts[0] += sections, parts[1] += Cut::over(sections, chapter);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
     for (int g = 0; g < 2; ++g) {
-      const Grain grain = g ? Grain::kChapter : Grain::kSection;
-      const int span = cut.part_tiles(grain), tiles = span < cut.tiles ? span : cut.tiles;
-      parts[g] += cut.parts(grain);
+      const int tiles = spans[g] < cut.tiles ? spans[g] : cut.tiles;
       longest[g] = longest[g] > tiles ? longest[g] : tiles;
     }
   }
