@@ -58,9 +58,8 @@ inline Lengths lengths_of(const Params& p) {
 // Decode and Prompt are sm_90a's own; Any is plain.
 enum class Path { kDecode, kPrompt, kAny };
 
-// Whether prompts with an attn_mask take the prompt kernel too. Its masks have been checked in an emulator, not on a
-// GPU yet (NOTES.md); DELTAFUSE_MLA_MASKED_PROMPTS=0 sends the tests' masked prompts to the plain kernels by the C
-// face.
+// Whether prompts with an attn_mask take the prompt kernel too: set by the C face, for tests, which send them to the
+// plain kernels where DELTAFUSE_MLA_MASKED_PROMPTS is 0.
 inline std::atomic<bool> masked_prompts{true};
 
 // Addresses do not matter here: those of the workspace and of ORT's tensors are aligned, and cuda_forward checks.
