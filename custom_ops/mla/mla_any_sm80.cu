@@ -152,7 +152,9 @@ __global__ void __launch_bounds__(kThreads) any_kernel(const AnyArgs a) {
       const int c = i % stride;
       float x = 0.0f;
       if (t < end && c < dq) {
-        if (kAbsorbed) {
+        if (kAbsorbed && a.fresh && t >= before && (c >= nope || a.cache.type == CacheType::kSame)) {
+          x = a.fresh[(b * p.seq_len + t - before) * dq + c];
+        } else if (kAbsorbed) {
           const int64_t at = a.cache.row(b, t);
           if (at >= 0) {
             x = c < nope ? load_latent<T>(a.cache, at, c, nope)

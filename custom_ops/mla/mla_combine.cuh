@@ -15,7 +15,7 @@ struct CombineArgs {
 
 namespace combine {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kAhead = 8, kSlotRows = 8;
+constexpr int kAhead = 8;
 
 // Where a lane's four sums of a slot row belong: channels `channel` and + 8, query rows `row` and + 1.
 template <int kRows>
@@ -29,111 +29,50 @@ struct Slot {
   }
 };
 
-// The sums of a lane so far: total = total * keep + x * add, factors of the lane's two query rows.
-struct Sums {
-  float4 x = {};
-  __device__ __forceinline__ void join(float4 y, float2 keep, float2 add) {
-    x.x = joined(x.x, y.x, keep.x, add.x), x.y = joined(x.y, y.y, keep.y, add.y);
-    x.z = joined(x.z, y.z, keep.x, add.x), x.w = joined(x.w, y.w, keep.y, add.y);
-  }
-  template <typename T>
-  __device__ __forceinline__ float4 rounded() const {
-    return travelled<T>(x.x, x.y, x.z, x.w);
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ void store(const DecodeArgs& a, int64_t b, int first_row, int channel, int slot_row,
-                                      float4 x) {
-  float scale0 = 1.0f, scale1 = 1.0f;
-  if (a.cache.type == CacheType::kInt8) scale0 = a.cache.scale[channel], scale1 = a.cache.scale[channel + 8];
-  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads, row = first_row + slot_row;
-  T* to = static_cast<T*>(a.o_latent) + (b * rows + row) * kLatent + channel;
-  if (row < rows) to[0] = from_float<T>(x.x * scale0), to[8] = from_float<T>(x.z * scale1);
-  if (row + 1 < rows) to[kLatent] = from_float<T>(x.y * scale0), to[kLatent + 8] = from_float<T>(x.w * scale1);
+// Factors of two query rows side by side; a thread that makes them has one row.
+__device__ __forceinline__ void put(float4* factors, int row, Factors f) {
+  reinterpret_cast<float2*>(factors)[row] = make_float2(f.keep, f.add);
 }
-
-// How groups join chapters, and chapters the sequence: factors by group and query row, the second pair at the ends of
-// chapters only.
-template <int kRows>
-struct Joint {
-  float keep[kRows], add[kRows], chapter_keep[kRows], chapter_add[kRows];
-};
-
-// One lane a query row (`row`), in order over all groups. top(i), sum(i): what is known of a group.
-template <int kRows, typename Top, typename SumOf>
-__device__ __forceinline__ void join_all(Joint<kRows>* joints, float* inverses, int row, int groups, int per_chapter,
-                                         Top top, SumOf sum) {
-  Total chapter, whole;
-  int in_chapter = 0;
-#pragma unroll 4
-  for (int i = 0; i < groups; ++i) {
-    const Factors f = chapter.raise(top(i));
-    joints[i].keep[row] = f.keep, joints[i].add[row] = f.add;
-    chapter.join(sum(i), f);
-    if (++in_chapter == per_chapter || i == groups - 1) {
-      const Factors g = whole.raise(chapter.top);
-      joints[i].chapter_keep[row] = g.keep, joints[i].chapter_add[row] = g.add;
-      whole.join(chapter.sum, g);
-      chapter = Total{}, in_chapter = 0;
-    }
-  }
-  inverses[row] = whole.sum > 0.0f ? 1.0f / whole.sum : 0.0f;
+__device__ __forceinline__ float4 joined(float4 x, float4 y, float4 f) {
+  x.x = mla::joined(x.x, y.x, f.x, f.y), x.y = mla::joined(x.y, y.y, f.z, f.w);
+  x.z = mla::joined(x.z, y.z, f.x, f.y), x.w = mla::joined(x.w, y.w, f.z, f.w);
+  return x;
 }
-
-// The same for the sums themselves; group(i): a lane's four, rounded to what travels.
-template <typename T, int kRows, typename Group>
-__device__ __forceinline__ float4 join_all(const Joint<kRows>* joints, const float* inverses, int row, int groups,
-                                           int per_chapter, Group group) {
-  Sums chapter, whole;
-  int in_chapter = 0;
-#pragma unroll 4
-  for (int i = 0; i < groups; ++i) {
-    const Joint<kRows>& j = joints[i];
-    chapter.join(group(i), *reinterpret_cast<const float2*>(j.keep + row),
-                 *reinterpret_cast<const float2*>(j.add + row));
-    if (++in_chapter == per_chapter || i == groups - 1) {
-      whole.join(chapter.rounded<T>(), *reinterpret_cast<const float2*>(j.chapter_keep + row),
-                 *reinterpret_cast<const float2*>(j.chapter_add + row));
-      chapter = Sums{}, in_chapter = 0;
-    }
-  }
-  const float2 by = *reinterpret_cast<const float2*>(inverses + row);
-  return make_float4(whole.x.x * by.x, whole.x.y * by.y, whole.x.z * by.x, whole.x.w * by.y);
-}
-
-// Where a sequence's parts are among those of all, and their grain, as decode_kernel's blocks found it. By all threads.
-struct Place {
-  Grain grain;
-  int first;
-  __device__ Place(const DecodeArgs& a, int b) {
-    __shared__ Tally tallies[kWarps], befores[kWarps];
-    const int batch = static_cast<int>(a.p.batch), warp = threadIdx.x / 32;
-    Tally all, before;
-    if (!a.lengths.past) {  // all have the same length
-      const Cut cut = cut_of(a, 0);
-      all.add(cut, batch);
-      before.add(cut, b);
-    } else {
-      for (int i = threadIdx.x; i < batch; i += kThreads) {
-        const Cut cut = cut_of(a, i);
-        all.add(cut);
-        if (i < b) before.add(cut);
-      }
-      all = of_warp(all), before = of_warp(before);
-      if (threadIdx.x % 32 == 0) tallies[warp] = all, befores[warp] = before;
-      __syncthreads();
-      all = tallies[0], before = befores[0];
-      for (int w = 1; w < kWarps && w * 32 < batch; ++w) {
+// Joins the maxima and weights that get(i) brings, i from `from` to `to`; put(i, factors).
+template <typename Get, typename Put>
+__device__ __forceinline__ Total join_totals(int from, int to, Get get, Put put) {
+  Total total;
+#pragma unroll 1
+  for (int first = from; first < to; first += kAhead) {
+    float2 ahead[kAhead];
 #pragma unroll
-        for (int g = 0; g < 3; ++g) {
-          all.parts[g] += tallies[w].parts[g], before.parts[g] += befores[w].parts[g];
-          all.longest[g] = max(all.longest[g], tallies[w].longest[g]);
-        }
-      }
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i < to) ahead[i] = get(first + i);
     }
-    grain = a.plan.finest == a.plan.coarsest ? a.plan.coarsest : a.plan.cheapest(all);
-    first = Tally::pick(before.parts, grain);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= to) continue;
+      const Factors f = total.raise(ahead[i].x);
+      total.join(ahead[i].y, f);
+      put(first + i, f);
+    }
+  }
+  return total;
+}
+__device__ __forceinline__ float inverse(const Total& whole) { return whole.sum > 0.0f ? 1.0f / whole.sum : 0.0f; }
+
+// How the parts of a sequence are grouped where they are tiles (or sections, of a long one): parts into groups, which
+// are sections (chapters), and these into chapters (nothing more). Takes the lengths alone, before there are parts.
+struct Groups {
+  int first, parts, per_group, count, per_chapter;
+  __device__ Groups(const DecodeArgs& a, int b) {
+    first = 0;
+    for (int i = 0; i < b; ++i) first += cut_of(a, i).parts(Grain::kTile);
+    const Cut cut = cut_of(a, b);
+    parts = cut.parts(Grain::kTile);
+    per_group = cut.short_one() ? cut.section : Cut::kLongChapter;
+    per_chapter = cut.short_one() ? cut.chapter() : 1;
+    count = Cut::over(parts, per_group);
   }
   __device__ static Cut cut_of(const DecodeArgs& a, int b) {
     return Cut::of(static_cast<int>(a.lengths.total(b)), static_cast<int>(a.p.seq_len), a.p.window,
@@ -141,153 +80,217 @@ struct Place {
   }
 };
 
-// How many groups of parts join chapters, and how many of them a chapter has.
-struct Groups {
-  int parts, per_group, count, per_chapter;
-  __device__ Groups(const DecodeArgs& a, int b, Grain grain, bool gather) {
-    const Cut cut = Place::cut_of(a, b);
-    parts = cut.parts(grain);
-    if (grain == Grain::kTile && cut.short_one()) {
-      per_group = cut.section, per_chapter = cut.chapter;
-    } else if (grain == Grain::kChapter || !gather) {
-      per_group = 1, per_chapter = grain == Grain::kChapter ? 1 : cut.chapter;
-    } else {
-      per_group = cut.chapter, per_chapter = 1;
-    }
-    count = Cut::over(parts, per_group);
-  }
-};
+// The spread kernel's warps: some join sums, 4 make the factors for it.
+constexpr int kJoiners = 16, kFactorThreads = 128, kSpreadThreads = kJoiners * 32 + kFactorThreads;
 
-// Groups are sections of a short sequence, or chapters; parts of the serial kernel sections or chapters.
-inline int spread_bytes() { return Cut::kMaxChapters * (kSlotRows * (16 + 8) + 32 * 16); }
-inline int serial_bytes(int rows, int parts) { return parts * rows * (16 + 8); }
+template <int kRows>
+struct Serial {
+  static constexpr int kEach = 2, kThreads = 256, kWarps = kThreads / 32;
+  static constexpr int kBlocks = Slot<kRows>::kCount / kEach / kWarps;
+};
 
 }  // namespace combine
 
-// Few sequences of many parts: a block makes a slot row, which has 8 query rows, and its warps gather groups of parts.
+// Few sequences of many parts: a block makes a slot row, which has 8 query rows. Its warps join groups of parts, while
+// others go ahead of them with the factors, which need maxima and weights alone.
 template <typename T, int kRows>
-__global__ void __launch_bounds__(combine::kThreads, 1) combine_spread_kernel(const CombineArgs k) {
+__global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_kernel(const CombineArgs k) {
   using namespace combine;
   using Four = typename Travel<T>::Four;
-  extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ float inverses[kSlotRows];
+  constexpr int kMaxParts = Cut::kMaxParts, kMaxGroups = kMaxParts / 4;
+  // Factors by part, group or chapter, of pairs of rows.
+  __shared__ float4 of_part[kMaxParts][4], of_group[kMaxGroups][4], of_chapter[kMaxGroups][4];
+  __shared__ Four group_sums[kMaxGroups][32];
+  __shared__ float2 group_totals[kMaxGroups][8], chapter_totals[kMaxGroups][8];  // maximum, weights
+  __shared__ float inverses[8];
   const DecodeArgs& a = k.a;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_block = blockIdx.y;
-  const int b = blockIdx.z;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_block = blockIdx.y, b = blockIdx.z;
   const Slot<kRows> slot(blockIdx.x);
   ptx::launch_dependents();
-  const Place place(a, b);
-  const Groups groups(a, b, place.grain, true);
-  const int64_t at = int64_t(place.first) * a.plan.row_blocks + row_block, step = a.plan.row_blocks;  // parts
-  float4* gathered = reinterpret_cast<float4*>(shared);                                               // [groups][32]
-  auto* joints = reinterpret_cast<Joint<kSlotRows>*>(gathered + groups.count * 32);
-  float* top = reinterpret_cast<float*>(joints + groups.count);  // [groups][8]
-  float* sum = top + groups.count * kSlotRows;                   // [groups][8]
-  // Of the query rows, every lane knows one; a lane's own two are known by lanes `mine` and mine + 1.
-  const int mine = lane % 4 * 2;
-  const float* stats = a.stats + at * 2 * kRows + blockIdx.x % (kRows / 8) * kSlotRows + lane % kSlotRows;
-  const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + blockIdx.x) * 32 + lane;
+  const Groups groups(a, b);
+  const int64_t at = int64_t(groups.first) * a.plan.row_blocks + row_block;
+  const int step = a.plan.row_blocks;
   ptx::wait_prior_grid();
-  for (int group = warp; group < groups.count; group += kWarps) {
-    const int from = group * groups.per_group, to = min(from + groups.per_group, groups.parts);
-    Sums sums;
-    Total total;
-    for (int first = from; first < to; first += kAhead) {
-      // All of these are on their way before the first is used.
-      Four ahead[kAhead];
-      float tops[kAhead], part_sums[kAhead];
+  if (warp < kJoiners) {
+    const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + blockIdx.x) * 32 + lane;
+    bool waited = false;
+#pragma unroll 1
+    for (int group = warp; group < groups.count || !waited; group += kJoiners) {
+      const int from = group * groups.per_group, to = min(from + groups.per_group, groups.parts);
+      float4 sums = {};
+#pragma unroll 1
+      for (int first = from; first < to || !waited; first += kAhead) {
+        Four ahead[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (first + i >= to) continue;
-        tops[i] = stats[(first + i) * step * 2 * kRows];
-        part_sums[i] = stats[((first + i) * step * 2 + 1) * kRows];
-        ahead[i] = partial[(first + i) * step * Slot<kRows>::kCount * 32];
+        for (int i = 0; i < kAhead; ++i) {
+          if (first + i < to) ahead[i] = partial[int64_t((first + i) * step) * (Slot<kRows>::kCount * 32)];
+        }
+        if (!waited) __syncthreads(), waited = true;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (first + i < to) sums = joined(sums, Travel<T>::unpack(ahead[i]), of_part[first + i][lane % 4]);
+        }
       }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (first + i >= to) break;
-        const Factors f = total.raise(tops[i]);
-        total.join(part_sums[i], f);
-        const float2 keep = make_float2(__shfl_sync(~0u, f.keep, mine), __shfl_sync(~0u, f.keep, mine + 1));
-        const float2 add = make_float2(__shfl_sync(~0u, f.add, mine), __shfl_sync(~0u, f.add, mine + 1));
-        sums.join(Travel<T>::unpack(ahead[i]), keep, add);
+      if (group < groups.count) group_sums[group][lane] = Travel<T>::pack(sums.x, sums.y, sums.z, sums.w);
+    }
+  } else {
+    const int thread = threadIdx.x - kJoiners * 32, row = thread % 8;
+    const float* stats = a.stats + at * 2 * kRows + blockIdx.x % (kRows / 8) * 8 + row;
+#pragma unroll 1
+    for (int group = thread / 8; group < groups.count; group += kFactorThreads / 8) {
+      const int from = group * groups.per_group, to = min(from + groups.per_group, groups.parts);
+      const Total total = join_totals(
+          from, to,
+          [&](int i) {
+            const float* s = stats + i * step * 2 * kRows;
+            return make_float2(s[0], s[kRows]);
+          },
+          [&](int i, Factors f) { put(of_part[i], row, f); });
+      group_totals[group][row] = make_float2(total.top, total.sum);
+    }
+    __syncthreads();
+    if (warp == kJoiners) {
+      const int chapters = Cut::over(groups.count, groups.per_chapter);
+#pragma unroll 1
+      for (int chapter = lane / 8; chapter < chapters; chapter += 4) {
+        const int from = chapter * groups.per_chapter, to = min(from + groups.per_chapter, groups.count);
+        const Total total = join_totals(
+            from, to, [&](int i) { return group_totals[i][row]; }, [&](int i, Factors f) { put(of_group[i], row, f); });
+        chapter_totals[chapter][row] = make_float2(total.top, total.sum);
+      }
+      __syncwarp();
+      if (lane < 8) {
+        const Total whole = join_totals(
+            0, chapters, [&](int i) { return chapter_totals[i][row]; },
+            [&](int i, Factors f) { put(of_chapter[i], row, f); });
+        inverses[row] = inverse(whole);
       }
     }
-    gathered[group * 32 + lane] = sums.template rounded<T>();
-    if (lane < kSlotRows) top[group * kSlotRows + lane] = total.top, sum[group * kSlotRows + lane] = total.sum;
   }
   __syncthreads();
-  if (warp > 0) return;
-  if (lane < kSlotRows) {
-    join_all<kSlotRows>(
-        joints, inverses, lane, groups.count, groups.per_chapter, [&](int i) { return top[i * kSlotRows + lane]; },
-        [&](int i) { return sum[i * kSlotRows + lane]; });
-  }
-  __syncwarp();
-  const float4 x = join_all<T, kSlotRows>(joints, inverses, mine, groups.count, groups.per_chapter,
-                                          [&](int i) { return gathered[i * 32 + lane]; });
-  store<T>(a, b, row_block * kRows, slot.channel, slot.row, x);
-}
-
-// Many sequences of few parts: a warp makes a slot row.
-template <typename T, int kRows>
-__global__ void __launch_bounds__(combine::kThreads, 1) combine_serial_kernel(const CombineArgs k) {
-  using namespace combine;
-  using Four = typename Travel<T>::Four;
-  extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ float inverses[kRows];
-  const DecodeArgs& a = k.a;
-  const int lane = threadIdx.x % 32, slot_row = blockIdx.x * kWarps + threadIdx.x / 32, row_block = blockIdx.y;
-  const int b = blockIdx.z;
-  const Slot<kRows> slot(slot_row);
-  ptx::launch_dependents();
-  const Place place(a, b);
-  const Groups groups(a, b, place.grain, false);
-  const int64_t at = int64_t(place.first) * a.plan.row_blocks + row_block, step = a.plan.row_blocks;  // parts
-  auto* joints = reinterpret_cast<Joint<kRows>*>(shared);
-  float* known = reinterpret_cast<float*>(joints + groups.count);  // [parts][2][rows]
-  const float* stats = a.stats + at * 2 * kRows;
-  const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + slot_row) * 32 + lane;
-  ptx::wait_prior_grid();
-  // The first sums are on their way while their factors are made.
-  Four ahead[kAhead];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    if (i < groups.count) ahead[i] = partial[i * step * Slot<kRows>::kCount * 32];
-  }
-  for (int i = threadIdx.x; i < groups.count * 2 * kRows; i += kThreads)
-    known[i] = stats[i / (2 * kRows) * step * (2 * kRows) + i % (2 * kRows)];
-  __syncthreads();
-  if (threadIdx.x < kRows) {
-    const float* mine = known + threadIdx.x;
-    join_all<kRows>(
-        joints, inverses, threadIdx.x, groups.count, groups.per_chapter, [&](int i) { return mine[i * 2 * kRows]; },
-        [&](int i) { return mine[(i * 2 + 1) * kRows]; });
-  }
-  __syncthreads();
-  float4 x;
-  if (groups.count <= kAhead) {
-    Sums chapter, whole;
-    int in_chapter = 0;
+  // Four warps, each with one of a lane's sums.
+  if (warp >= 4) return;
+  const int row = lane % 4 * 2 + warp % 2;
+  float chapter_sum = 0.0f, whole = 0.0f;
+  int in_chapter = 0, chapter = 0;
+#pragma unroll 1
+  for (int first = 0; first < groups.count; first += kAhead) {
+    float sums[kAhead];
+    float2 factors[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (i >= groups.count) break;
-      const Joint<kRows>& j = joints[i];
-      chapter.join(Travel<T>::unpack(ahead[i]), *reinterpret_cast<const float2*>(j.keep + slot.row),
-                   *reinterpret_cast<const float2*>(j.add + slot.row));
-      if (++in_chapter == groups.per_chapter || i == groups.count - 1) {
-        whole.join(chapter.rounded<T>(), *reinterpret_cast<const float2*>(j.chapter_keep + slot.row),
-                   *reinterpret_cast<const float2*>(j.chapter_add + slot.row));
-        chapter = Sums{}, in_chapter = 0;
+      if (first + i >= groups.count) continue;
+      sums[i] = Travel<T>::one(group_sums[first + i][lane], warp);
+      factors[i] = reinterpret_cast<const float2*>(of_group[first + i])[row];
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= groups.count) break;
+      chapter_sum = mla::joined(chapter_sum, sums[i], factors[i].x, factors[i].y);
+      if (++in_chapter == groups.per_chapter || first + i == groups.count - 1) {
+        const float2 g = reinterpret_cast<const float2*>(of_chapter[chapter])[row];
+        whole = mla::joined(whole, Travel<T>::rounded(chapter_sum), g.x, g.y);
+        chapter_sum = 0.0f, in_chapter = 0, ++chapter;
       }
     }
-    const float2 by = *reinterpret_cast<const float2*>(inverses + slot.row);
-    x = make_float4(whole.x.x * by.x, whole.x.y * by.y, whole.x.z * by.x, whole.x.w * by.y);
-  } else {
-    x = join_all<T, kRows>(joints, inverses, slot.row, groups.count, groups.per_chapter,
-                           [&](int i) { return Travel<T>::unpack(partial[i * step * Slot<kRows>::kCount * 32]); });
   }
-  store<T>(a, b, row_block * kRows, slot.channel, slot.row, x);
+  const int channel = slot.channel + warp / 2 * 8, query_row = row_block * kRows + slot.row + warp % 2;
+  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads;
+  const float scale = a.cache.type == CacheType::kInt8 ? a.cache.scale[channel] : 1.0f;
+  T* to = static_cast<T*>(a.o_latent) + (int64_t(b) * rows + query_row) * kLatent + channel;
+  if (query_row < rows) *to = from_float<T>(whole * inverses[row] * scale);
+}
+
+// Many sequences of few parts: a warp makes slot rows that have the same query rows, and some threads of the block the
+// factors for them all.
+template <typename T, int kRows>
+__global__ void __launch_bounds__(combine::Serial<kRows>::kThreads) combine_serial_kernel(const CombineArgs k) {
+  using namespace combine;
+  using S = Serial<kRows>;
+  using Four = typename Travel<T>::Four;
+  constexpr int kRowGroups = kRows / 8, kEach = S::kEach;
+  __shared__ float4 of_part[kAhead][kRows / 2], of_chapter[kAhead][kRows / 2];  // at the part that ends it
+  __shared__ float inverses[kRows];
+  const DecodeArgs& a = k.a;
+  const int lane = threadIdx.x % 32, warp = blockIdx.x * S::kWarps + threadIdx.x / 32, row_block = blockIdx.y;
+  const int b = blockIdx.z, slot_row = warp / kRowGroups * kEach * kRowGroups + warp % kRowGroups;
+  const Slot<kRows> slot(slot_row);
+  ptx::launch_dependents();
+  ptx::wait_prior_grid();
+  const int4 place = a.places[b];
+  const int parts = place.y, per_chapter = place.z, step = a.plan.row_blocks;
+  const int64_t at = place.x + row_block;
+  const float* stats = a.stats + at * 2 * kRows + threadIdx.x;
+  const Four* partial = static_cast<const Four*>(a.partial) + (at * Slot<kRows>::kCount + slot_row) * 32 + lane;
+  const bool makes_factors = threadIdx.x < kRows;
+  float4 chapter[kEach] = {}, whole[kEach] = {};
+  Total chapter_total, whole_total;
+  int in_chapter = 0;
+#pragma unroll 1
+  for (int first = 0; first < parts; first += kAhead) {
+    Four ahead[kAhead][kEach];
+    float tops[kAhead], sums[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= parts) continue;
+      const float* s = stats + (first + i) * step * 2 * kRows;
+      if (makes_factors) tops[i] = s[0], sums[i] = s[kRows];
+      const Four* x = partial + int64_t((first + i) * step) * (Slot<kRows>::kCount * 32);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) ahead[i][e] = x[e * kRowGroups * 32];
+    }
+    if (makes_factors) {
+      int place_in = in_chapter;
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + i >= parts) break;
+        const Factors f = chapter_total.raise(tops[i]);
+        chapter_total.join(sums[i], f);
+        put(of_part[i], threadIdx.x, f);
+        if (++place_in == per_chapter || first + i == parts - 1) {
+          const Factors g = whole_total.raise(chapter_total.top);
+          whole_total.join(chapter_total.sum, g);
+          put(of_chapter[i], threadIdx.x, g);
+          chapter_total = Total{}, place_in = 0;
+        }
+      }
+      inverses[threadIdx.x] = inverse(whole_total);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= parts) break;
+      const float4 f = of_part[i][slot.row / 2];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) chapter[e] = joined(chapter[e], Travel<T>::unpack(ahead[i][e]), f);
+      if (++in_chapter == per_chapter || first + i == parts - 1) {
+        const float4 g = of_chapter[i][slot.row / 2];
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          const float4& c = chapter[e];
+          whole[e] = joined(whole[e], travelled<T>(c.x, c.y, c.z, c.w), g);
+          chapter[e] = float4{};
+        }
+        in_chapter = 0;
+      }
+    }
+    if (first + kAhead < parts) __syncthreads();
+  }
+  const float low = inverses[slot.row], high = inverses[slot.row + 1];
+  const int rows = static_cast<int>(a.p.seq_len) * a.p.num_heads, row = row_block * kRows + slot.row;
+  T* to = static_cast<T*>(a.o_latent) + (int64_t(b) * rows + row) * kLatent + slot.channel;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e, to += 16) {
+    const float4 x = whole[e];
+    float scale0 = 1.0f, scale1 = 1.0f;
+    if (a.cache.type == CacheType::kInt8) {
+      scale0 = a.cache.scale[slot.channel + e * 16], scale1 = a.cache.scale[slot.channel + e * 16 + 8];
+    }
+    if (row < rows) to[0] = from_float<T>(x.x * low * scale0), to[8] = from_float<T>(x.z * low * scale1);
+    if (row + 1 < rows) {
+      to[kLatent] = from_float<T>(x.y * high * scale0), to[kLatent + 8] = from_float<T>(x.w * high * scale1);
+    }
+  }
 }
 
 }  // namespace deltafuse::mla

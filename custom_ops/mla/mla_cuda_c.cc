@@ -46,10 +46,7 @@ int deltafuse_mla_cuda_choose(const char* name, int value) {
   } known[] = {{"grain", &choice.grain},
                {"rows", &choice.rows},
                {"section_tiles", &choice.section_tiles},
-               {"chapter_tiles", &choice.chapter_tiles},
-               {"spread", &choice.spread},
-               {"burst", &choice.burst},
-               {"early", &choice.early}};
+               {"chapter_tiles", &choice.chapter_tiles}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) == 0) {
       *one.value = value;

@@ -40,22 +40,36 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
   // Two heights of sums fit into the registers for 32 rows; with 64 every part is one section.
   constexpr bool kChapters = kRows == 32;
   const int half = threadIdx.x / 128 - 1;  // of the channels
+  const auto pair_of = [half](int m) { return S::kEachPair ? m : half * 2 + m / 2; };
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   float section[4][kValues], chapter[kChapters ? 4 : 1][kValues];
   Feed<Small> feed{small};
   Ring<S::kSlots> slots;
-  slots.advance(half * 2);
   int count = 0;
+  ptx::wait_prior_grid();  // which may read the sums of the call before
   while (const Item* item = feed.next()) {
     const int tiles = item->tiles, section_tiles = item->section;
+    // In the order of the accumulators: whole lines are written.
+    using Four = typename Travel<T>::Four;
+    Four* out = static_cast<Four*>(k.partial) + int64_t(item->at) * (kLatent * kRows / 4) + lane;
+    auto store = [&](const float (&x)[kValues], int m) {
+#pragma unroll
+      for (int j = 0; j < kRows / 8; ++j) {
+        out[(((S::kEachPair ? m * 2 + half : half * 4 + m) * 4 + warp) * (kRows / 8) + j) * 32] =
+            Travel<T>::pack(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+      }
+    };
+    const bool alone = kRows == 32 && tiles == 1;  // one tile is the part
     int in_section = 0;
+    if (!alone) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
+      for (int m = 0; m < 4; ++m) {
 #pragma unroll
-      for (int x = 0; x < kValues; ++x) section[m][x] = 0.0f;
-      if (kChapters) {
+        for (int x = 0; x < kValues; ++x) section[m][x] = 0.0f;
+        if (kChapters) {
 #pragma unroll
-        for (int x = 0; x < kValues; ++x) chapter[m % (kChapters ? 4 : 1)][x] = 0.0f;
+          for (int x = 0; x < kValues; ++x) chapter[m % (kChapters ? 4 : 1)][x] = 0.0f;
+        }
       }
     }
 #pragma unroll 1
@@ -63,24 +77,26 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       const int buffer = count & 1, place = count % S::kWeightBuffers;
       ptx::mbar_wait(&small->weights_full[place], count / S::kWeightBuffers & 1);
       const unsigned char* weights = shared + S::kWeights + place * S::kVersions * S::kWeightBytes;
-      const int at[2] = {slots.at(0), slots.at(1)};
-      const uint32_t tile[2] = {operand(shared + at[0] * kPair), operand(shared + at[1] * kPair)};
-      const uint32_t w[2] = {operand(weights + (S::kScales ? half * 2 : 0) * S::kWeightBytes),
-                             operand(weights + (S::kScales ? half * 2 + 1 : 0) * S::kWeightBytes)};
-      // 64 channels at a time; for 32 rows the next ones' products go on while these are added.
+      // 64 channels of a pair at a time; for 32 rows the next ones' products go on while these are added.
       auto start = [&](float (&leaf)[kValues], int m) {
+        const uint32_t tile = operand(shared + slots.at(pair_of(m)) * kPair + (S::kEachPair ? half : m % 2) * kBlock);
+        const uint32_t w = operand(weights + (S::kScales ? pair_of(m) : 0) * S::kWeightBytes);
         ptx::wgmma_fence();
 #pragma unroll
         for (int j = 0; j < kTile / 16; ++j) {
-          product<T, 1>(leaf, ptx::further(tile[m / 2], m % 2 * kBlock + j * 2048), ptx::further(w[m / 2], j * 32),
-                        j > 0);
+          product<T, 1>(leaf, ptx::further(tile, j * 2048), ptx::further(w, j * 32), j > 0);
         }
         ptx::wgmma_commit();
       };
       auto finish = [&](float (&leaf)[kValues], int m) {
         ptx::keep(leaf);
-        if (m % 2 == 1 && lane == 0) ptx::mbar_arrive(&small->empty[at[m / 2]]);
-        fold<T>(section[m], leaf, small->by_tile[buffer]);
+        if (lane == 0 && (S::kEachPair || m % 2 == 1)) ptx::mbar_arrive(&small->empty[slots.at(pair_of(m))]);
+        if (m == 0) ptx::mbar_wait(&small->factors_full[place], count / S::kWeightBuffers & 1);
+        if (alone) {
+          store(leaf, m);
+        } else {
+          fold<T>(section[m], leaf, small->by_tile[buffer]);
+        }
       };
       if constexpr (kRows == 32) {
         float leaf[2][kValues];
@@ -106,7 +122,7 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       }
       slots.advance(kPairs);
       ++in_section;
-      if (in_section == section_tiles || i == tiles - 1) {
+      if (!alone && (in_section == section_tiles || i == tiles - 1)) {
         in_section = 0;
         if constexpr (kChapters) {
 #pragma unroll
@@ -120,18 +136,9 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
       __syncwarp();
       if (lane == 0) ptx::mbar_arrive(&small->weights_empty[place]);
     }
-    // In the order of these registers: whole lines are written.
-    ptx::wait_prior_grid();
-    using Four = typename Travel<T>::Four;
-    Four* out = static_cast<Four*>(k.a.partial) + int64_t(item->at) * (kLatent * kRows / 4) + lane;
+    if (!alone) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float (&x)[kValues] = kChapters ? chapter[m % (kChapters ? 4 : 1)] : section[m];
-#pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-        out[(((half * 4 + m) * 4 + warp) * (kRows / 8) + j) * 32] =
-            Travel<T>::pack(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
-      }
+      for (int m = 0; m < 4; ++m) store(kChapters ? chapter[m % (kChapters ? 4 : 1)] : section[m], m);
     }
     feed.done();
   }
@@ -142,9 +149,9 @@ __device__ void weighted_sum(const DecodeKernelArgs& k, unsigned char* shared, S
 
 template <typename T, CacheType kType, bool kMask, int kRows>
 __global__ void __launch_bounds__(decode::kThreads, 1)
-    decode_kernel(const __grid_constant__ CUtensorMap latent_map, const __grid_constant__ CUtensorMap rope_map,
-                  const __grid_constant__ CUtensorMap scale_map, const __grid_constant__ CUtensorMap q_map,
-                  const __grid_constant__ DecodeKernelArgs k) {
+    decode_kernel(const __grid_constant__ DecodeKernelArgs k, const __grid_constant__ CUtensorMap latent_map,
+                  const __grid_constant__ CUtensorMap rope_map, const __grid_constant__ CUtensorMap scale_map,
+                  const __grid_constant__ CUtensorMap q_map) {
 #ifdef MLA_SM90A
   using namespace decode;
   using S = Shape<kType, kRows>;
@@ -155,43 +162,32 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   unsigned char* shared = unaligned + (1024 - ptx::shared_address(unaligned) % 1024) % 1024;
   auto* small = reinterpret_cast<typename S::Small*>(shared + S::kSmall);
 
-  if (threadIdx.x < 32) {
-    const int i = threadIdx.x;
-    auto init = [i](auto& bars, uint32_t arrivals) {
-      if (i < int(sizeof(bars) / sizeof(bars[0]))) ptx::mbar_init(&bars[i], arrivals);
-    };
-    init(small->full, 1), init(small->empty, 4);
-    init(small->raw_full, 1), init(small->raw_empty, 1);
-    init(small->rope_full, 1), init(small->rope_empty, 4);
-    init(small->weights_full, 4), init(small->weights_empty, 8);
-    init(small->item_full, 1), init(small->item_empty, S::kListeners);
-    init(small->q_full, 1), init(small->q_empty, 4);
-    ptx::mbar_init_fence();
-  }
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
   const Maps maps{&latent_map, &rope_map, &scale_map, &q_map};
-  if (warp == 12 && threadIdx.x % 32 < 4) {
-    const int i = threadIdx.x % 4;
-    ptx::prefetch_map(i == 0 ? maps.latent : i == 1 ? maps.rope : i == 2 ? maps.scale : maps.q);
+  Walk<kRows> walk(k, small->cuttings, warp == 12);
+  if (warp < 4) {
+    S::make_barriers(small);
+  } else if (warp == 12) {
+    walk.begin();
+  } else if (threadIdx.x == 13 * 32) {
+    ptx::prefetch_map(maps.q), ptx::prefetch_map(maps.latent), ptx::prefetch_map(maps.rope);
   }
-  Walk<kRows> walk(k);
-  if (warp == 12) walk.begin();  // while barriers are made
   __syncthreads();
   ptx::launch_dependents();
 
-  if (group == 0) {
+  if (warp < 4) {
     ptx::set_registers_less<kScoreRegisters>();
     scores<T, kType, kMask, kRows>(k, shared, small);
-  } else if (group == 3) {
+  } else if (warp < 12) {
+    ptx::set_registers_more<kSumRegisters>();
+    weighted_sum<T, kType, kRows>(k, shared, small);
+  } else {
     ptx::set_registers_less<kFetchRegisters>();
     if (warp == 12) {
       fetch<kType, kRows>(k, maps, walk, shared, small);
     } else if constexpr (S::kCodes) {
       convert_tiles<T, kType, kRows>(k, shared, small);
     }
-  } else {
-    ptx::set_registers_more<kSumRegisters>();
-    weighted_sum<T, kType, kRows>(k, shared, small);
   }
 #endif
 }

@@ -15,33 +15,36 @@ struct Maps {
 
 // The place of a box of tokens in the tensor maps; outside of them, so that zeros come, where its block id is wrong.
 __device__ __forceinline__ int box_row(const DecodeKernelArgs& k, const Item& item, int token) {
-  const View& v = k.a.cache;
-  if (!v.block_table) return item.b * static_cast<int>(v.batch_rows) + token;
-  const int64_t row = v.row(item.b, token);
-  return row < 0 ? -(1 << 30) : static_cast<int>(row);
+  if (!k.block_table) return item.b * k.batch_rows + token;
+  const int slot = token / k.block_size;
+  const int id = slot < k.max_blocks ? k.block_table[int64_t(item.b) * k.max_blocks + slot] : -1;
+  return id < 0 || id >= k.num_blocks ? -(1 << 30) : id * k.block_size + token % k.block_size;
 }
 
 // What lies behind a sequence's rows are the next one's, or zeros: columns of the products that nobody looks at.
 template <int kRows, typename Small>
 __device__ __forceinline__ void fetch_queries(const DecodeKernelArgs& k, const CUtensorMap* map, const Item& item,
                                               int turn, unsigned char* q, Small* small) {
-  const int row = item.b * static_cast<int>(k.a.p.seq_len) * k.a.p.num_heads + item.first_row;
+  const int row = item.b * k.seq_len * k.num_heads + item.first_row;
   if (turn > 0) ptx::mbar_wait(small->q_empty, (turn - 1) & 1);
   ptx::mbar_expect(small->q_full, kRows * 2 * (kLatent + kRotary));
-#pragma unroll 1
-  for (int c = 0; c < (kLatent + kRotary) / 64; ++c) {
-    ptx::tma_load(q + c * kRows * 128, map, small->q_full, c * 64, row);
-  }
+  ptx::tma_load(q, map, small->q_full, 0, row, 0, ptx::evict_normal());
 }
 
-// One warp; its first lane starts the copies. Tokens that were there before this call do not wait for the kernel before
-// this one: it makes the queries, and the one before that wrote the new tokens.
+// Blocks of a paged cache that are smaller than a tile: copy(place in the tile, row) for each.
+template <typename Copy>
+__device__ __forceinline__ void fetch_boxes(const DecodeKernelArgs& k, const Item& item, int token, Copy copy) {
+#pragma unroll 1
+  for (int part = 0; part < kTile; part += k.box_rows) copy(part, box_row(k, item, token + part));
+}
+
+// One warp; its first lane starts the copies. It issues one instruction at a time, with nothing else to do meanwhile:
+// what a copy takes of them decides how soon the first tile is there, and how fast tiles can come at all.
 template <CacheType kType, int kRows, typename Small>
 __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& walk, unsigned char* shared,
                       Small* small) {
   using S = Shape<kType, kRows>;
-  constexpr int kPairSlots = S::kCodes ? S::kRawSlots : S::kSlots, kAhead = kPairSlots / kPairs;
-  constexpr int kBytes = S::kCodes ? kRaw : kPair;
+  constexpr int kPairSlots = S::kCodes ? S::kRawSlots : S::kSlots, kBytes = S::kCodes ? kRaw : kPair;
   unsigned char* pairs = shared + (S::kCodes ? S::kCode : 0);
   uint64_t *full = S::kCodes ? small->raw_full : small->full, *empty = S::kCodes ? small->raw_empty : small->empty;
   const int lane = threadIdx.x % 32;
@@ -50,59 +53,60 @@ __device__ void fetch(const DecodeKernelArgs& k, const Maps& maps, Walk<kRows>& 
   Ring<kPairSlots> slots;
   Ring<kRopeSlots> ropes;
   int turn = 0;  // times that queries came
-  bool waited = false;
+  ptx::wait_prior_grid();
   while (true) {
     const Item item = walk.next();
     if (lane == 0) {
-      feed.tell(item);
-      const int old = item.last - item.base - static_cast<int>(k.a.p.seq_len);
-      bool pending = item.fresh;
-      auto bring = [&] {
-        if (!waited) ptx::wait_prior_grid();
-        waited = true, pending = false;
-        fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small);
-      };
+      if (item.tiles == 0) {
+        feed.tell(item);
+        return;
+      }
+      int token = item.base + item.begin, row = item.b * k.batch_rows + token;
 #pragma unroll 1
-      for (int i = 0; i < item.tiles; ++i) {
-        const int begin = item.begin + i * kTile;
-        if (!waited && (!k.a.plan.early || i == kAhead || begin + kTile > old)) bring();
+      for (int i = 0; i < item.tiles; ++i, token += kTile, row += kTile) {
+        if (k.block_table && k.box_rows == kTile) row = box_row(k, item, token);
 #pragma unroll 1
         for (int pair = 0; pair < kPairs; ++pair) {
-          if (!S::kCodes && kRows == 32 && pair % k.a.plan.burst == 0) {
-            for (int ahead = k.a.plan.burst - 1; ahead > 0; --ahead) {
-              ptx::mbar_wait(&empty[slots.at(ahead)], slots.parity(ahead) ^ 1);
-            }
-          }
-          ptx::mbar_wait(&empty[slots.slot], slots.phase ^ 1);
-          ptx::mbar_expect(&full[slots.slot], kBytes);
+          uint64_t* bar = &full[slots.slot];
           unsigned char* to = pairs + slots.slot * kBytes;
-#pragma unroll 1
-          for (int part = 0; part < kTile; part += k.box_rows) {
-            const int row = box_row(k, item, item.base + begin + part);
-            ptx::tma_load(to + part * 128, maps.latent, &full[slots.slot], pair * 128, row, policy);
-            if (!S::kCodes) {
-              ptx::tma_load(to + kBlock + part * 128, maps.latent, &full[slots.slot], pair * 128 + 64, row, policy);
-            }
+          if (S::kBurst == 2 && pair % 2 == 0) ptx::mbar_wait(&empty[slots.at(1)], slots.parity(1) ^ 1);
+          ptx::mbar_wait(&empty[slots.slot], slots.phase ^ 1);
+          ptx::mbar_expect(bar, kBytes);
+          if (k.box_rows < kTile) {
+            fetch_boxes(k, item, token, [&](int part, int at) {
+              if constexpr (S::kCodes) {
+                ptx::tma_load(to + part * 128, maps.latent, bar, pair * 128, at, policy);
+              } else {
+                ptx::tma_load(to + part * 128, maps.latent, bar, 0, at, pair * 2, policy);
+                ptx::tma_load(to + kBlock + part * 128, maps.latent, bar, 0, at, pair * 2 + 1, policy);
+              }
+            });
+          } else if constexpr (S::kCodes) {
+            ptx::tma_load(to, maps.latent, bar, pair * 128, row, policy);
+          } else {
+            ptx::tma_load(to, maps.latent, bar, 0, row, pair * 2, policy);
           }
           slots.advance(1);
         }
+        // Queries come behind the first pairs, which are longer on their way, and may have to wait for the last
+        // products that take the ones before.
+        if (i == 0 && item.fresh) fetch_queries<kRows>(k, maps.q, item, turn++, shared + S::kQuery, small);
         ptx::mbar_wait(&small->rope_empty[ropes.slot], ropes.phase ^ 1);
         ptx::mbar_expect(&small->rope_full[ropes.slot], kBlock + S::kScaleBytes);
-#pragma unroll 1
-        for (int part = 0; part < kTile; part += k.box_rows) {
-          const int row = box_row(k, item, item.base + begin + part);
-          ptx::tma_load(shared + S::kRope + ropes.slot * kBlock + part * 128, maps.rope, &small->rope_full[ropes.slot],
-                        k.rope_column, row, policy);
-          if (S::kScales) {
-            ptx::tma_load(&small->scales[ropes.slot][part][0], maps.scale, &small->rope_full[ropes.slot], 0, row,
-                          policy);
-          }
+        unsigned char* rope = shared + S::kRope + ropes.slot * kBlock;
+        uint64_t* bar = &small->rope_full[ropes.slot];
+        auto copy = [&](int part, int at) {
+          ptx::tma_load(rope + part * 128, maps.rope, bar, 0, at, policy);
+          if (S::kScales) ptx::tma_load(&small->scales[ropes.slot][part][0], maps.scale, bar, 0, at, policy);
+        };
+        if (k.box_rows < kTile) {
+          fetch_boxes(k, item, token, copy);
+        } else {
+          copy(0, row);
         }
         ropes.advance(1);
-        // Later queries come behind the first tile: they wait for the last products that take the ones before.
-        if (pending && waited) bring();
+        if (i == 0) feed.tell(item);  // the copies are under way
       }
-      if (pending) bring();
     }
     if (item.tiles == 0) return;
     __syncwarp();
@@ -145,53 +149,46 @@ __device__ __forceinline__ uint32_t convert(uint32_t codes, bool upper, __half t
   return fma2((x & 0x80008000u) | (x >> 1 & 0x3F803F80u), 0x5C005C00u, 0x80008000u, type);
 }
 
-// One pair: 64 tokens of 128 codes become two swizzled blocks. A lane takes 8 codes of every eighth row at a time.
+// Some eighths of a pair: 64 tokens of 128 codes become two swizzled blocks. A lane takes 8 codes of every second row.
 template <typename T, CacheType kType>
-__device__ __forceinline__ void convert_pair(const unsigned char* raw, unsigned char* pair) {
+__device__ __forceinline__ void convert_eighths(const unsigned char* raw, unsigned char* pair, int first, int last) {
   const int lane = threadIdx.x % 32, half = lane / 16, piece = lane % 16;
+  const unsigned char* from = raw + half * 128 + piece * 8;
+  unsigned char* to = pair + piece / 8 * kBlock + half * 128;
 #pragma unroll 1
-  for (int u = 0; u < 4; ++u) {
-    const int row = u * 2 + half;
-    const unsigned char* from = raw + row * 128 + piece * 8;
-    unsigned char* to = pair + piece / 8 * kBlock + row * 128 + ((piece % 8) ^ row) * 16;
+  for (int eighth = first; eighth < last; ++eighth) {
+    uint2 codes[4];
 #pragma unroll
-    for (int batch = 0; batch < 8; batch += 4) {
-      uint2 codes[4];
+    for (int i = 0; i < 4; ++i) codes[i] = *reinterpret_cast<const uint2*>(from + eighth * 1024 + i * 256);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) codes[i] = *reinterpret_cast<const uint2*>(from + (batch + i) * 1024);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        *reinterpret_cast<uint4*>(to + (batch + i) * 1024) =
-            make_uint4(convert<kType>(codes[i].x, false, T{}), convert<kType>(codes[i].x, true, T{}),
-                       convert<kType>(codes[i].y, false, T{}), convert<kType>(codes[i].y, true, T{}));
-      }
+    for (int i = 0; i < 4; ++i) {
+      *reinterpret_cast<uint4*>(to + eighth * 1024 + i * 256 + ((piece % 8) ^ (i * 2 + half)) * 16) =
+          make_uint4(convert<kType>(codes[i].x, false, T{}), convert<kType>(codes[i].x, true, T{}),
+                     convert<kType>(codes[i].y, false, T{}), convert<kType>(codes[i].y, true, T{}));
     }
   }
 }
 
-// Three warps take pairs by turns, each always the same slots.
+// Three warps share each pair: it is ready sooner than if they took turns.
 template <typename T, CacheType kType, int kRows, typename Small>
 __device__ void convert_tiles(const DecodeKernelArgs& k, unsigned char* shared, Small* small) {
   using S = Shape<kType, kRows>;
   const int warp = threadIdx.x % 128 / 32 - 1, lane = threadIdx.x % 32;
+  const int first = warp * 3, last = min(first + 3, 8);
   Feed<Small> feed{small};
   Ring<S::kSlots> slots;
   Ring<S::kRawSlots> raws;
-  int turn = 0;
   while (const Item* item = feed.next()) {
     const int pairs = item->tiles * kPairs;
     feed.done();
 #pragma unroll 1
     for (int i = 0; i < pairs; ++i) {
-      if (turn == warp) {
-        ptx::mbar_wait(&small->raw_full[raws.slot], raws.phase);
-        ptx::mbar_wait(&small->empty[slots.slot], slots.phase ^ 1);
-        convert_pair<T, kType>(shared + S::kCode + raws.slot * kRaw, shared + slots.slot * kPair);
-        ptx::fence_async();
-        __syncwarp();
-        if (lane == 0) ptx::mbar_arrive(&small->full[slots.slot]), ptx::mbar_arrive(&small->raw_empty[raws.slot]);
-      }
-      turn = turn == kConverters - 1 ? 0 : turn + 1;
+      ptx::mbar_wait(&small->raw_full[raws.slot], raws.phase);
+      ptx::mbar_wait(&small->empty[slots.slot], slots.phase ^ 1);
+      convert_eighths<T, kType>(shared + S::kCode + raws.slot * kRaw, shared + slots.slot * kPair, first, last);
+      ptx::fence_async();
+      __syncwarp();
+      if (lane == 0) ptx::mbar_arrive(&small->full[slots.slot]), ptx::mbar_arrive(&small->raw_empty[raws.slot]);
       slots.advance(1);
       raws.advance(1);
     }

@@ -43,8 +43,7 @@ __device__ __forceinline__ void product(float (&d)[32], uint64_t a, uint64_t b, 
 template <typename T, bool kMask, int N, typename Small>
 __device__ __forceinline__ void mask_scores(const DecodeKernelArgs& k, float (&acc)[N], int tile0, int warp,
                                             const Small* small) {
-  const Params& p = k.a.p;
-  const int lane = threadIdx.x % 32, reach = p.window > 0 ? p.window : 1 << 30;
+  const int lane = threadIdx.x % 32, reach = k.window > 0 ? k.window : 1 << 30;
 #pragma unroll
   for (int x = 0; x < N; ++x) {
     const int column = x / 4 * 8 + 2 * (lane % 4) + x % 2, key = tile0 + warp * 16 + lane / 4 + (x & 2) * 4;
@@ -52,7 +51,7 @@ __device__ __forceinline__ void mask_scores(const DecodeKernelArgs& k, float (&a
     const bool seen = key < high && key >= high - reach;
     float score = acc[x];
     if (kMask && seen) {
-      const float mask = mask_value<T>(p, small->mask_row[column] + key * p.mask_strides[3]);
+      const float mask = mask_value<T>(k, small->mask_row[column] + key * k.mask_strides[3]);
       score += kLog2e * mask;
       if (mask != -INFINITY) score = fmaxf(score, -3.0e38f);  // a lowest finite number does not mask out
     }
@@ -66,9 +65,8 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
   constexpr int kValues = kRows / 2, kColumns = kRows / 4, kLaneRows = kRows / 32;
   constexpr int kChains =
       kRows == 32 && !kMask ? 2 : 1;  // sums of the products, so that these need not wait for one another
-  const Params& p = k.a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
-  const float factor = p.scale * kLog2e;
+  const float factor = k.scale * kLog2e;
   const uint32_t q_operand = operand(shared + S::kQuery);
   Feed<Small> feed{small};
   Ring<S::kSlots> slots;
@@ -76,19 +74,19 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
   int count = 0, turn = 0;  // tiles, and times that queries came
 
   while (const Item* item = feed.next()) {
-    const int seq_len = static_cast<int>(p.seq_len), length = item->last - item->base;
+    const int seq_len = k.seq_len, length = item->last - item->base;
     const int tiles = item->tiles, section_tiles = item->section;
     if (threadIdx.x < kRows) {
-      const int row = item->first_row + threadIdx.x, s = seq_len == 1 ? 0 : min(row / p.num_heads, seq_len - 1);
-      small->high[threadIdx.x] = p.causal ? length - seq_len + s + 1 : length;
+      const int row = item->first_row + threadIdx.x, s = seq_len == 1 ? 0 : min(row / k.num_heads, seq_len - 1);
+      small->high[threadIdx.x] = k.causal ? length - seq_len + s + 1 : length;
       if (kMask) {
-        small->mask_row[threadIdx.x] = item->b * p.mask_strides[0] + row % p.num_heads * p.mask_strides[1] +
-                                       s * p.mask_strides[2] + item->base * p.mask_strides[3];
+        small->mask_row[threadIdx.x] = item->b * k.mask_strides[0] + row % k.num_heads * k.mask_strides[1] +
+                                       s * k.mask_strides[2] + item->base * k.mask_strides[3];
       }
     }
     ptx::bar_sync(1, 128);
     // Keys that all rows see.
-    const int open_from = p.window > 0 ? length - p.window : 0, open_to = p.causal ? length - seq_len + 1 : length;
+    const int open_from = k.window > 0 ? length - k.window : 0, open_to = k.causal ? length - seq_len + 1 : length;
 
     // The first warp's lanes hold the totals of a row or two each. A tile's sum joins them when the next tile's
     // barrier, or the last one, has shown what the other warps found.
@@ -243,7 +241,10 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
           }
         }
       }
-      // -- how the tile joins its section, and the section, at its end, its chapter
+      ptx::fence_async();
+      __syncwarp();
+      if (lane == 0) ptx::mbar_arrive(&small->weights_full[place]);
+      // -- how the tile joins its section, and the section, at its end, its chapter: while the products begin
       ++in_section;
       const bool ends = in_section == section_tiles || i == tiles - 1;
       if (warp == 0) {
@@ -261,15 +262,14 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
             small->by_section[buffer][row / 2][row % 2 + 2] = by_section[r].add;
           }
         }
+        ptx::mbar_arrive(&small->factors_full[place]);
         summed = buffer;
         section_ended = ends;
       }
       if (ends) in_section = 0;
-      ptx::fence_async();
-      __syncwarp();
-      if (lane == 0) {
-        ptx::mbar_arrive(&small->weights_full[place]);
-        if (S::kScales) ptx::mbar_arrive(&small->rope_empty[ropes.slot]);
+      if (S::kScales) {
+        __syncwarp();
+        if (lane == 0) ptx::mbar_arrive(&small->rope_empty[ropes.slot]);
       }
       // -- the sums of its weights, while the products with them go on
       join_lanes<Sum>(here);
@@ -282,7 +282,11 @@ __device__ void scores(const DecodeKernelArgs& k, unsigned char* shared, Small* 
     join_sums();
     if (warp == 0) {
       ptx::wait_prior_grid();
-      float* stats = k.a.stats + int64_t(item->at) * 2 * kRows;
+      // The second kernel finds a sequence's parts by this.
+      if (lane == 0 && item->begin == 0 && item->first_row == 0) {
+        k.places[item->b] = make_int4(item->at, item->parts, item->chapter, 0);
+      }
+      float* stats = k.stats + int64_t(item->at) * 2 * kRows;
 #pragma unroll
       for (int r = 0; r < kLaneRows; ++r) {
         stats[r * 32 + lane] = chapter[r].top;

@@ -22,17 +22,17 @@ template <typename T, int kRows>
 cudaError_t launch_combine(const DecodeArgs& a, cudaLaunchConfig_t config) {
   CombineArgs c;
   c.a = a;
-  const Grain finer = a.plan.finest == Grain::kTile ? Grain::kSection : a.plan.finest;
-  const int parts = Cut::most_parts(a.lengths.capacity, finer, a.plan.section_tiles, a.plan.chapter_tiles);
-  const int bytes = a.plan.spread ? combine::spread_bytes() : combine::serial_bytes(kRows, parts);
-  const auto kernel = a.plan.spread ? combine_spread_kernel<T, kRows> : combine_serial_kernel<T, kRows>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return status;
-  config.gridDim = dim3(combine::Slot<kRows>::kCount / (a.plan.spread ? 1 : combine::kWarps), a.plan.row_blocks,
-                        static_cast<unsigned>(a.p.batch));
-  config.blockDim = dim3(combine::kThreads);
-  config.dynamicSmemBytes = bytes;
-  return cudaLaunchKernelEx(&config, kernel, c);
+  using S = combine::Serial<kRows>;
+  const unsigned row_blocks = a.plan.row_blocks, batch = static_cast<unsigned>(a.p.batch);
+  config.dynamicSmemBytes = 0;
+  if (a.plan.spread) {
+    config.gridDim = dim3(combine::Slot<kRows>::kCount, row_blocks, batch);
+    config.blockDim = dim3(combine::kSpreadThreads);
+    return cudaLaunchKernelEx(&config, combine_spread_kernel<T, kRows>, c);
+  }
+  config.gridDim = dim3(S::kBlocks, row_blocks, batch);
+  config.blockDim = dim3(S::kThreads);
+  return cudaLaunchKernelEx(&config, combine_serial_kernel<T, kRows>, c);
 }
 
 struct DecodeMaps {
@@ -41,46 +41,57 @@ struct DecodeMaps {
 
 // What is not there has the map of something else: it is not used, but looked up.
 template <typename T, CacheType kType, int kRows>
-cudaError_t make_maps(const DecodeArgs& a, int64_t rows, bool packed, int box_rows, DecodeMaps* maps) {
+cudaError_t make_maps(const DecodeArgs& a, int64_t rows, int box_rows, DecodeMaps* maps) {
   constexpr bool kCodes = kType != CacheType::kSame;
   const View& v = a.cache;
-  const uint32_t box[2] = {64, static_cast<uint32_t>(box_rows)}, code_box[2] = {128, box[1]},
-                 scale_box[2] = {4, box[1]};
-  const uint64_t latent_sizes[2] = {uint64_t(packed ? kLatent + kRotary : kLatent), uint64_t(rows)};
-  const uint64_t rope_sizes[2] = {uint64_t(kRotary), uint64_t(rows)}, scale_sizes[2] = {4, uint64_t(rows)};
+  const uint32_t some = static_cast<uint32_t>(box_rows);
+  const uint32_t box[2] = {64, some}, pair_box[3] = {64, some, box_rows < Cut::kTile ? 1u : 2u},
+                 code_box[2] = {128, some}, scale_box[2] = {4, some};
+  // Blocks of 64 channels are the third dimension of what is fetched into the 128-byte swizzle.
   const uint64_t latent_stride = v.latent_row * (kCodes ? 1 : sizeof(T)), rope_stride = v.rope_row * sizeof(T);
-  const uint64_t scale_stride = 16;
+  const uint64_t block_strides[2] = {latent_stride, 128}, scale_stride = 16;
+  const uint64_t block_sizes[3] = {64, uint64_t(rows), kLatent / 64}, code_sizes[2] = {kLatent, uint64_t(rows)};
+  const uint64_t rope_sizes[2] = {uint64_t(kRotary), uint64_t(rows)}, scale_sizes[2] = {4, uint64_t(rows)};
   cudaError_t status = make_map(&maps->rope, a.p.dtype, 2, v.rope, rope_sizes, &rope_stride, box);
   if (status != cudaSuccess) return status;
-  status = kCodes ? make_map(&maps->latent, MapType::kCodes, 2, v.latent, latent_sizes, &latent_stride, code_box)
-                  : make_map(&maps->latent, a.p.dtype, 2, v.latent, latent_sizes, &latent_stride, box);
+  status = kCodes ? make_map(&maps->latent, MapType::kCodes, 2, v.latent, code_sizes, &latent_stride, code_box)
+                  : make_map(&maps->latent, a.p.dtype, 3, v.latent, block_sizes, block_strides, pair_box);
   if (status != cudaSuccess) return status;
   maps->scale = maps->rope;
   if (kType == CacheType::kFloat8) {
     status = make_map(&maps->scale, MapType::kFloat32, 2, v.scale, scale_sizes, &scale_stride, scale_box);
     if (status != cudaSuccess) return status;
   }
-  const uint64_t q_sizes[2] = {kLatent + kRotary, uint64_t(a.p.batch * a.p.seq_len * a.p.num_heads)};
-  const uint64_t q_stride = (kLatent + kRotary) * sizeof(T);
-  const uint32_t q_box[2] = {64, kRows};
-  return make_map(&maps->q, a.p.dtype, 2, a.q, q_sizes, &q_stride, q_box);
+  constexpr int kQueryBlocks = (kLatent + kRotary) / 64;
+  const uint64_t q_sizes[3] = {64, uint64_t(a.p.batch * a.p.seq_len * a.p.num_heads), kQueryBlocks};
+  const uint64_t q_strides[2] = {(kLatent + kRotary) * sizeof(T), 128};
+  const uint32_t q_box[3] = {64, kRows, kQueryBlocks};
+  return make_map(&maps->q, a.p.dtype, 3, a.q, q_sizes, q_strides, q_box);
 }
 
 template <typename T, CacheType kType, bool kMask, int kRows>
 cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
-  DecodeKernelArgs k;
-  k.a = a;
-  k.row_blocks = a.plan.row_blocks;
   const View& v = a.cache;
-  const int64_t rows = v.block_table ? v.num_blocks * v.block_size : a.p.batch * v.batch_rows;
+  const Params& p = a.p;
+  DecodeKernelArgs k;
+  k.past = a.lengths.past, k.is_int64 = a.lengths.is_int64;
+  k.past_len = a.lengths.past_len, k.most_past = a.lengths.capacity - a.lengths.seq_len;
+  k.batch = static_cast<int>(p.batch), k.seq_len = static_cast<int>(p.seq_len), k.num_heads = p.num_heads;
+  k.window = p.window, k.causal = p.causal, k.scale = p.scale;
+  k.plan = a.plan;
+  k.row_blocks = a.plan.row_blocks;
+  k.batch_rows = static_cast<int>(v.batch_rows), k.block_table = v.block_table;
+  k.num_blocks = static_cast<int>(v.num_blocks), k.block_size = static_cast<int>(v.block_size);
+  k.max_blocks = static_cast<int>(v.max_blocks);
+  k.partial = a.partial, k.stats = a.stats, k.places = a.places;
+  k.mask_type = p.mask_type, k.attn_mask = p.attn_mask;
+  for (int i = 0; i < 4; ++i) k.mask_strides[i] = p.mask_strides[i];
+  const int64_t rows = v.block_table ? v.num_blocks * v.block_size : p.batch * v.batch_rows;
   k.box_rows = v.block_table && v.block_size < 64 ? static_cast<int>(v.block_size) : 64;
   const int64_t code = kType == CacheType::kSame ? sizeof(T) : 1;
   k.once = rows * (v.latent_row * code + v.rope_row * int64_t(sizeof(T))) > (int64_t(24) << 20);
-  const bool packed = kType == CacheType::kSame &&
-                      static_cast<const T*>(v.rope) == static_cast<const T*>(v.latent) + kLatent &&
-                      v.rope_row == v.latent_row;
   DecodeMaps maps;
-  cudaError_t status = make_maps<T, kType, kRows>(a, rows, packed, k.box_rows, &maps);
+  cudaError_t status = make_maps<T, kType, kRows>(a, rows, k.box_rows, &maps);
   if (status != cudaSuccess) return status;
   constexpr int kBytes = decode::Shape<kType, kRows>::kBytes;
   const auto kernel = decode_kernel<T, kType, kMask, kRows>;
@@ -100,7 +111,7 @@ cudaError_t launch_for(const DecodeArgs& a, cudaStream_t stream) {
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  status = cudaLaunchKernelEx(&config, kernel, maps.latent, maps.rope, maps.scale, maps.q, k);
+  status = cudaLaunchKernelEx(&config, kernel, k, maps.latent, maps.rope, maps.scale, maps.q);
   if (status != cudaSuccess) return status;
   return launch_combine<T, kRows>(a, config);
 }
@@ -144,19 +155,13 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   if (plan.rows == 64) plan.section_tiles = 16;  // no chapters: no registers for them
   if (choice.section_tiles > 0) plan.section_tiles = choice.section_tiles;
   if (choice.chapter_tiles > 0) plan.chapter_tiles = choice.chapter_tiles;
-  if (choice.burst > 0) plan.burst = choice.burst;
-  if (choice.early >= 0) plan.early = choice.early;
   plan.row_blocks = row_blocks(p, plan.rows);
   plan.multiprocessors = multiprocessors;
-  plan.spread = p.batch * plan.row_blocks <= 4;
-  if (choice.spread >= 0) plan.spread = choice.spread;
-  if (choice.grain == 0) plan.spread = 1;
+  plan.spread = choice.grain >= 0 ? choice.grain == 0 : p.batch * plan.row_blocks <= 4;
   plan.finest = plan.spread ? Grain::kTile : Grain::kSection;
-  plan.coarsest = plan.rows == 64 ? Grain::kSection : Grain::kChapter;
-  if (choice.grain >= 0) {
-    const Grain grain = static_cast<Grain>(choice.grain);
-    plan.finest = plan.coarsest = grain < plan.coarsest ? grain : plan.coarsest;
-  }
+  plan.coarsest = plan.spread ? Grain::kTile : plan.rows == 64 ? Grain::kSection : Grain::kChapter;
+  if (choice.grain == 1) plan.coarsest = Grain::kSection;
+  if (choice.grain == 2) plan.finest = plan.coarsest;
   const auto most = [&](Grain grain) {
     return p.batch * Cut::most_parts(capacity, grain, plan.section_tiles, plan.chapter_tiles);
   };
@@ -164,13 +169,14 @@ DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors) {
   const int64_t room = 4 * multiprocessors / plan.row_blocks, fine = most(plan.finest), coarse = most(plan.coarsest);
   const int64_t some = fine < room ? fine : room;
   plan.most = static_cast<int>(coarse > some ? coarse : some);
+  plan.part_of_all = 1.0f / static_cast<float>(multiprocessors);
   const double tile_bytes = Cut::kTile * (kLatent * (p.cache_type == CacheType::kSame ? 2.0 : 1.0) + kRotary * 2);
   const int64_t part_bytes = int64_t(kLatent) * plan.rows * (p.dtype == DType::kBFloat16 ? 2 : 4);
   plan.tile_alone = plan.rows == 64 ? 1600 : p.cache_type == CacheType::kSame ? 1200 : 1700;
   plan.tile_of_all = static_cast<int>(tile_bytes * multiprocessors / 4.2e3 / plan.row_blocks);  // 4.2 TB/s
   plan.part_sums = static_cast<int>(2 * part_bytes / 4000);  // 4 TB/s, there and back
   plan.partial_bytes = plan.most * plan.row_blocks * part_bytes;
-  plan.stats_bytes = int64_t(plan.most) * plan.row_blocks * 2 * plan.rows * 4;
+  plan.stats_bytes = int64_t(plan.most) * plan.row_blocks * 2 * plan.rows * 4 + p.batch * int64_t(sizeof(int4));
   return plan;
 }
 

@@ -65,8 +65,8 @@ __device__ __forceinline__ void report(const Params& p, Fault fault) {
 }
 
 // What is added to a score (negative infinity where it is masked out).
-template <typename T>
-__device__ __forceinline__ float mask_value(const Params& p, int64_t i) {
+template <typename T, typename Masked>
+__device__ __forceinline__ float mask_value(const Masked& p, int64_t i) {
   switch (p.mask_type) {
     case MaskType::kT:
       return to_float(static_cast<const T*>(p.attn_mask)[i]);

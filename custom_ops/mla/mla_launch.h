@@ -35,12 +35,11 @@ struct Lengths {
   }
   MLA_BOTH bool valid(int64_t n) const { return n >= 0 && n <= capacity - seq_len; }
   // What the kernels go on with: 0 where the value makes no sense.
-  MLA_BOTH int64_t before(int64_t b) const {
-    const int64_t n = given(b);
-    return valid(n) ? n : 0;
-  }
-  MLA_BOTH int64_t total(int64_t b) const {
-    const int64_t n = before(b) + seq_len;
+  MLA_BOTH int64_t before(int64_t b) const { return before_of(given(b)); }
+  MLA_BOTH int64_t before_of(int64_t n) const { return valid(n) ? n : 0; }
+  MLA_BOTH int64_t total(int64_t b) const { return total_of(given(b)); }
+  MLA_BOTH int64_t total_of(int64_t given) const {
+    const int64_t n = before_of(given) + seq_len;
     return n < capacity ? n : capacity;
   }
 };
@@ -76,18 +75,20 @@ enum class Grain : int32_t { kTile = 0, kSection = 1, kChapter = 2 };
 struct Cut {
   int base = 0, end = 0;  // tokens that any query of the row may see; base is a multiple of kTile
   int tiles = 0;
-  int section = 0;  // tiles
-  int chapter = 0;  // sections
+  int section = 0;        // tiles
+  int chapter_tiles = 0;  // what a chapter should have, of a short sequence; a power of two
 
-  static constexpr int kTile = 64, kMaxParts = 128, kMaxChapters = 64;
+  // Of a sequence: parts at most, and chapters; a chapter of a long sequence has so many sections.
+  static constexpr int kTile = 64, kMaxParts = 128, kLongChapter = 8, kMaxChapters = kMaxParts / kLongChapter;
 
-  // x / y rounded up, for quotients below 2^20 or so.
+  // x / y rounded up, for x + y below 2^20. A half more than the dividend keeps its quotient further from whole numbers
+  // than an approximate reciprocal is off.
   MLA_BOTH static int over(int x, int y) {
     x += y - 1;
 #ifdef __CUDA_ARCH__
-    int q = __float2int_rd(__fdividef(static_cast<float>(x), static_cast<float>(y)));  // off by one at most
-    if (q * y > x) --q;
-    return (q + 1) * y <= x ? q + 1 : q;
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(static_cast<float>(y)));
+    return __float2int_rd((static_cast<float>(x) + 0.5f) * reciprocal);
 #else
     return x / y;
 #endif
@@ -104,53 +105,56 @@ struct Cut {
     if (c.tiles < 1) c.tiles = 1;
     const int least = (c.tiles + kMaxParts - 1) / kMaxParts, some = section_tiles / 4;
     c.section = c.short_one() ? section_tiles : least > some ? least : some;
-    c.chapter = over(c.sections(), wanted(c.tiles, chapter_tiles));
+    c.chapter_tiles = chapter_tiles;
     return c;
   }
-  // Chapters of so many tiles, at most; a power of two.
+  // Chapters of so many tiles, at most, of a short sequence; a power of two.
   MLA_BOTH static int wanted(int tiles, int chapter_tiles) {
 #ifdef __CUDA_ARCH__
     const int n = (tiles + chapter_tiles / 2) >> (31 - __clz(chapter_tiles));
 #else
     const int n = (tiles + chapter_tiles / 2) / chapter_tiles;
 #endif
-    return n < 1 ? 1 : n > kMaxChapters ? kMaxChapters : n;
+    return n < 1 ? 1 : n;
   }
   // A sequence's parts at most, for a capacity.
   MLA_BOTH static int most_parts(int64_t capacity, Grain grain, int section_tiles, int chapter_tiles) {
     const int tiles = static_cast<int>((capacity + kTile - 1) / kTile + 1);  // a window may begin within a tile
-    if (grain == Grain::kChapter) return wanted(tiles, chapter_tiles);
+    if (grain == Grain::kChapter) {
+      const int few = wanted(tiles < kMaxParts ? tiles : kMaxParts, chapter_tiles);
+      return tiles > kMaxParts && few < kMaxChapters ? kMaxChapters : few;
+    }
     if (tiles > kMaxParts) return kMaxParts;
     return grain == Grain::kTile ? tiles : over(tiles, section_tiles);
   }
   // Short enough that its tiles may be parts; of a longer one the smallest parts are sections.
   MLA_BOTH bool short_one() const { return tiles <= kMaxParts; }
   MLA_BOTH int sections() const { return over(tiles, section); }
-  MLA_BOTH int part_tiles(Grain grain) const {
-    if (grain == Grain::kTile && short_one()) return 1;
-    return grain == Grain::kChapter ? section * chapter : section;
+  // Sections of a chapter.
+  MLA_BOTH int chapter() const { return chapter_of(sections()); }
+  MLA_BOTH int chapter_of(int sections) const {
+    return short_one() ? over(sections, wanted(tiles, chapter_tiles)) : kLongChapter;
   }
   MLA_BOTH int parts(Grain grain) const {
     if (grain == Grain::kTile && short_one()) return tiles;
-    return grain == Grain::kChapter ? over(sections(), chapter) : sections();
+    return grain == Grain::kChapter ? over(sections(), chapter()) : sections();
   }
 };
-// How many parts a batch has, by grain, and the tiles of its longest one.
+// How many parts a batch has in sections and in chapters, and the tiles of the longest one.
 struct Tally {
-  int parts[3] = {0, 0, 0}, longest[3] = {0, 0, 0};
+  int parts[2] = {0, 0}, longest[2] = {0, 0};
 
-  MLA_BOTH void add(const Cut& cut, int times = 1) {
+  MLA_BOTH void add(const Cut& cut) {
+    const int sections = cut.sections(), chapter = cut.chapter_of(sections);
+    const int spans[2] = {cut.section, cut.section * chapter};
+    parts[0] += sections, parts[1] += Cut::over(sections, chapter);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int g = 0; g < 3; ++g) {
-      const int span = cut.part_tiles(static_cast<Grain>(g)), tiles = span < cut.tiles ? span : cut.tiles;
-      parts[g] += cut.parts(static_cast<Grain>(g)) * times;
+    for (int g = 0; g < 2; ++g) {
+      const int tiles = spans[g] < cut.tiles ? spans[g] : cut.tiles;
       longest[g] = longest[g] > tiles ? longest[g] : tiles;
     }
-  }
-  MLA_BOTH static int pick(const int (&x)[3], Grain grain) {
-    return grain == Grain::kTile ? x[0] : grain == Grain::kSection ? x[1] : x[2];
   }
 };
 constexpr int kLatent = 512, kRotary = 64;
@@ -164,10 +168,11 @@ struct TokenArgs {
   void* q_rope = nullptr;  // rotated queries, element (token, head) at row * q_rope_row
   int64_t q_rope_row = 0;
   int32_t q_rope_float32 = 0;  // else T
+  float* fresh = nullptr;      // not null: the new tokens' latents and rotated keys, not rounded, [tokens, R + Dr]
   // Not null: queries times q_scale, all channels of them ([tokens * H, Dn + Dr]); q_rope is then inside of it.
   void* q_scaled = nullptr;
 };
-cudaError_t launch_tokens(const TokenArgs& args, cudaStream_t stream);
+cudaError_t launch_tokens(const TokenArgs& args, bool pdl, cudaStream_t stream);
 
 // Decode, absorbed: q_nope W_uk into the first R channels of `out`'s rows of R + Dr.
 struct AbsorbArgs {
@@ -216,6 +221,7 @@ struct AnyArgs {
   View cache;
   int32_t absorbed = 0;
   const float* q = nullptr;      // absorbed
+  const float* fresh = nullptr;  // absorbed: null, or TokenArgs::fresh, read instead of what the cache has of them
   const void* q_rope = nullptr;  // expanded
   const void* key = nullptr;     // expanded
   const void* value = nullptr;   // expanded
@@ -239,47 +245,40 @@ cudaError_t launch_flatten(const FlattenArgs& args, cudaStream_t stream);
 // Was this file's device code compiled for sm_90a, and does it run on the current device?
 cudaError_t has_sm90a(bool* yes);
 
-// How decode goes about a call. The host chooses all but the grain: that takes the lengths, and both kernels find the
-// same one from them.
+// How decode goes about a call. The host chooses all but the grain where there are two: that takes the lengths.
 struct DecodePlan {
   Grain finest = Grain::kTile, coarsest = Grain::kTile;  // of the grains that there are to choose from
   int rows = 32;                                         // query rows (token and head) of a block, 32 or 64
   int row_blocks = 1;                                    // of a sequence
   int most = 0;                               // parts of the whole batch at most; the coarsest grain never has more
   int section_tiles = 8, chapter_tiles = 32;  // Cut; powers of two
-  int spread = 0;  // the second kernel: a block for 16 channels of 8 rows, else a warp; that takes no single tiles
-  int burst = 1;   // pairs of a tile's blocks that are fetched together: 1, 2 or 4
-  int early = 1;   // tokens of earlier calls are fetched before the kernel before this one has ended
+  int spread = 0;  // parts are tiles, and the second kernel has a block for 16 channels of 8 rows
   // What things take, in nanoseconds: a tile for a multiprocessor alone, and where all of them fetch; a part's sums.
   int multiprocessors = 1, tile_alone = 0, tile_of_all = 0, part_sums = 0;
+  float part_of_all = 1.0f;  // 1 / multiprocessors
   int64_t partial_bytes = 0, stats_bytes = 0;
 
-  // The grain for a batch: rounds of parts, tiles as fast as a multiprocessor makes or memory brings them, sums.
+  // Sections or chapters for a batch: rounds of parts, tiles as fast as a multiprocessor makes or memory brings them,
+  // sums.
+  MLA_BOTH float time(int parts, int longest) const {
+    parts *= row_blocks;
+    const int rounds = Cut::over(parts, multiprocessors);
+    const float busy = static_cast<float>(parts - (rounds - 1) * multiprocessors) * part_of_all;
+    const float alone = static_cast<float>(tile_alone), all = static_cast<float>(tile_of_all);
+    const float full_tile = all > alone ? all : alone, last_tile = all * busy > alone ? all * busy : alone;
+    const float tiles = static_cast<float>(longest);
+    return static_cast<float>(rounds - 1) * (tiles * full_tile + 300.0f) + tiles * last_tile +
+           static_cast<float>(parts) * static_cast<float>(part_sums);
+  }
   MLA_BOTH Grain cheapest(const Tally& tally) const {
-    Grain best = coarsest;
-    int64_t least = 0;
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#endif
-    for (int g = 2; g >= 0; --g) {
-      const Grain grain = static_cast<Grain>(g);
-      if (grain < finest || grain > coarsest || (grain != coarsest && tally.parts[g] > most)) continue;
-      const int parts = tally.parts[g] * row_blocks, rounds = (parts + multiprocessors - 1) / multiprocessors;
-      const int last = parts - (rounds - 1) * multiprocessors, arrives = tile_of_all * last / multiprocessors;
-      const int full_tile = tile_of_all > tile_alone ? tile_of_all : tile_alone;
-      const int last_tile = arrives > tile_alone ? arrives : tile_alone;
-      const int64_t tiles = tally.longest[g];
-      const int64_t time =
-          (rounds - 1) * (tiles * full_tile + 300) + tiles * last_tile + 300 + int64_t(parts) * part_sums;
-      if (least == 0 || time < least) least = time, best = grain;
-    }
-    return best;
+    if (tally.parts[0] > most) return coarsest;
+    return time(tally.parts[0], tally.longest[0]) < time(tally.parts[1], tally.longest[1]) ? finest : coarsest;
   }
 };
 DecodePlan plan_decode(const Params& p, int64_t capacity, int multiprocessors);
 // What tests and tune_mla.py choose instead; negative: left to plan_decode. Not while a call is under way.
 struct DecodeChoice {
-  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1, spread = -1, burst = -1, early = -1;
+  int grain = -1, rows = -1, section_tiles = -1, chapter_tiles = -1;
 };
 extern DecodeChoice decode_choice;
 
@@ -291,6 +290,7 @@ struct DecodeArgs {
   const void* q = nullptr;   // T [B * S * H, 576]
   void* partial = nullptr;   // [parts of all, row blocks, 512, rows]: bfloat16 for T bfloat16, else float32
   float* stats = nullptr;    // [parts of all, row blocks, 2, rows]: maximum (base 2), sum
+  int4* places = nullptr;    // [B]: a sequence's first part, its parts, and how many of them are a chapter
   void* o_latent = nullptr;  // T [B * S * H, 512]
 };
 // Null, or why the tiles cannot be fetched.

@@ -58,9 +58,8 @@ inline Lengths lengths_of(const Params& p) {
 // Decode and Prompt are sm_90a's own; Any is plain.
 enum class Path { kDecode, kPrompt, kAny };
 
-// Whether prompts with an attn_mask take the prompt kernel too. Its masks have been checked in an emulator, not on a
-// GPU yet (NOTES.md); DELTAFUSE_MLA_MASKED_PROMPTS=0 sends the tests' masked prompts to the plain kernels by the C
-// face.
+// Whether prompts with an attn_mask take the prompt kernel too: set by the C face, for tests, which send them to the
+// plain kernels where DELTAFUSE_MLA_MASKED_PROMPTS is 0.
 inline std::atomic<bool> masked_prompts{true};
 
 // Addresses do not matter here: those of the workspace and of ORT's tensors are aligned, and cuda_forward checks.
@@ -89,6 +88,7 @@ inline Path path_of(const Params& p, const DeviceInfo& device) {
 struct Workspace {
   int64_t latent = 0, rope = 0, scale = 0, key = 0, value = 0;  // where a present is not asked for
   int64_t q = 0, o_latent = 0, partial = 0, stats = 0;          // decode, and Any with absorbed weights
+  int64_t fresh = 0;                                            // Any with absorbed weights
   int64_t q_rope = 0, flat_latent = 0, flat_rope = 0, kv = 0;   // prompts
   int64_t total = 0;
   int64_t take(int64_t bytes) {
@@ -100,6 +100,8 @@ struct Workspace {
 
 // Whether the new tokens' latents go to the workspace alone.
 inline bool latents_apart(const Params& p) { return p.cache != Cache::kLatent; }
+// Plain kernels over latents take the new tokens as they are, not rounded to what the cache holds.
+inline bool keeps_fresh(const Params& p) { return p.dtype != DType::kFloat32 && p.cache != Cache::kExpanded; }
 // A prompt's latents are copied into plain rows first.
 inline bool flattens(const Params& p) {
   return p.cache == Cache::kLatent && (paged(p) || p.cache_type != CacheType::kSame);
@@ -149,6 +151,7 @@ inline Workspace workspace_of(const Params& p, const DeviceInfo& device) {
       } else {
         w.q = w.take(absorbed * 4);
         w.o_latent = w.take(items * p.kv_lora_rank * 4);
+        if (keeps_fresh(p)) w.fresh = w.take(tokens(p) * (p.kv_lora_rank + p.qk_rope_head_dim) * 4);
       }
       break;
   }

@@ -128,7 +128,7 @@ class Run {
     return why;
   }
 
-  const char* new_tokens(void* q_rope, int64_t q_rope_row, bool float32, void* q_scaled) {
+  const char* new_tokens(void* q_rope, int64_t q_rope_row, bool float32, void* q_scaled, float* fresh = nullptr) {
     TokenArgs a;
     a.p = p_;
     a.lengths = lengths_;
@@ -138,7 +138,8 @@ class Run {
     a.q_rope_row = q_rope_row;
     a.q_rope_float32 = float32;
     a.q_scaled = q_scaled;
-    const cudaError_t status = launch_tokens(a, stream_);
+    a.fresh = fresh;
+    const cudaError_t status = launch_tokens(a, path_of(p_, device_) == Path::kDecode, stream_);
     return status == cudaSuccess ? nullptr : failed("launching the pass over new tokens", status);
   }
 
@@ -150,7 +151,8 @@ class Run {
     a.cache = view_;
     a.q = q;
     a.partial = at(w_.partial);
-    a.stats = static_cast<float*>(at(w_.stats));
+    a.places = static_cast<int4*>(at(w_.stats));
+    a.stats = reinterpret_cast<float*>(a.places + p_.batch);
     a.o_latent = at(w_.o_latent);
     const cudaError_t status = launch_decode(a, stream_);
     return status == cudaSuccess ? nullptr : failed("launching the decode kernels", status);
@@ -280,7 +282,9 @@ class Run {
       return status == cudaSuccess ? nullptr : failed("launching the plain attention", status);
     }
     float* q = static_cast<float*>(at(w_.q));
-    if (const char* why = new_tokens(q + p_.kv_lora_rank, row, true, nullptr)) return why;
+    float* fresh = keeps_fresh(p_) ? static_cast<float*>(at(w_.fresh)) : nullptr;
+    a.fresh = fresh;
+    if (const char* why = new_tokens(q + p_.kv_lora_rank, row, true, nullptr, fresh)) return why;
     AbsorbArgs absorb;
     absorb.p = p_;
     absorb.kv_b = kv_b_;

@@ -6,19 +6,6 @@
 
 namespace deltafuse::mla {
 
-// Over the lanes of a warp.
-__device__ __forceinline__ Tally of_warp(Tally x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-#pragma unroll
-    for (int g = 0; g < 3; ++g) {
-      x.parts[g] += __shfl_xor_sync(~0u, x.parts[g], step);
-      x.longest[g] = max(x.longest[g], __shfl_xor_sync(~0u, x.longest[g], step));
-    }
-  }
-  return x;
-}
-
 // total = total * keep + next * add.
 struct Factors {
   float keep, add;
@@ -52,6 +39,9 @@ struct Travel {
   using Four = float4;
   __device__ static __forceinline__ Four pack(float a, float b, float c, float d) { return make_float4(a, b, c, d); }
   __device__ static __forceinline__ float4 unpack(Four x) { return x; }
+  // One of the four, and a sum rounded likewise.
+  __device__ static __forceinline__ float one(const Four& x, int i) { return reinterpret_cast<const float*>(&x)[i]; }
+  __device__ static __forceinline__ float rounded(float x) { return x; }
 };
 template <>
 struct Travel<__nv_bfloat16> {
@@ -63,6 +53,10 @@ struct Travel<__nv_bfloat16> {
     return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xFFFF0000u), __uint_as_float(x.y << 16),
                        __uint_as_float(x.y & 0xFFFF0000u));
   }
+  __device__ static __forceinline__ float one(const Four& x, int i) {
+    return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(&x)[i]);
+  }
+  __device__ static __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 };
 
 // Rounded to what travels.

@@ -40,8 +40,9 @@ __device__ bool check(const TokenArgs& a, int64_t b, int64_t s, int64_t* table_r
   return fault == Fault::kNone;
 }
 
+// Into the cache where row is not negative, and where they are kept as they are.
 template <typename T>
-__device__ void write_latent(const TokenArgs& a, const T* in, int64_t row, float* shared) {
+__device__ void write_latent(const TokenArgs& a, const T* in, int64_t row, float* fresh, float* shared) {
   const Params& p = a.p;
   const int width = p.kv_lora_rank, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float factor = 1.0f;
@@ -58,7 +59,9 @@ __device__ void write_latent(const TokenArgs& a, const T* in, int64_t row, float
       x[i] = c < width ? to_float(in[c]) * factor : 0.0f;
       if (p.kv_norm_weight && c < width) x[i] *= p.kv_norm_weight[c];
       largest = fmaxf(largest, fabsf(x[i]));
+      if (fresh && c < width) fresh[c] = x[i];
     }
+    if (row < 0) continue;
     float scale = 1.0f;
     if (a.cache.type == CacheType::kFloat8) {
       for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
@@ -85,6 +88,8 @@ __device__ void write_latent(const TokenArgs& a, const T* in, int64_t row, float
 template <typename T>
 __global__ void __launch_bounds__(kThreads) tokens_kernel(const TokenArgs a) {
   __shared__ float shared[kWarps];
+  // Only then may the next kernel begin: what it overwrites is read by the calls before.
+  ptx::wait_prior_grid();
   ptx::launch_dependents();
   const Params& p = a.p;
   const int64_t token = blockIdx.x, b = token / p.seq_len, s = token % p.seq_len;
@@ -98,17 +103,23 @@ __global__ void __launch_bounds__(kThreads) tokens_kernel(const TokenArgs a) {
     const int64_t row = a.by_token ? token : a.cache.row(b, a.lengths.before(b) + s);
     const T* latent = static_cast<const T*>(p.latent) + token * p.latent_row_stride;
     const T* k_rope = p.k_rope ? static_cast<const T*>(p.k_rope) + token * p.k_rope_row_stride : latent + width;
-    if (fit && row >= 0) {
-      write_latent(a, latent, row, shared);
+    const bool cached = fit && row >= 0;
+    float* fresh = a.fresh ? a.fresh + token * (width + rotary) : nullptr;
+    if (cached || fresh) {
+      write_latent(a, latent, cached ? row : -1, fresh, shared);
       T* out = static_cast<T*>(a.cache.rope) + row * a.cache.rope_row;
+      auto put = [&](int c, float x) {
+        if (cached) out[c] = from_float<T>(x);
+        if (fresh) fresh[width + c] = x;
+      };
       if (p.rope == Rope::kNone) {
-        for (int c = threadIdx.x; c < rotary; c += kThreads) out[c] = k_rope[c];
+        for (int c = threadIdx.x; c < rotary; c += kThreads) put(c, to_float(k_rope[c]));
       } else {
         for (int j = threadIdx.x; j < rotary / 2; j += kThreads) {
           const Pair r = pair_of<T>(p, table_row, j);
           const float x = to_float(k_rope[r.i0]), y = to_float(k_rope[r.i1]);
-          out[r.o0] = from_float<T>(x * r.c0 - y * r.s0);
-          out[r.o1] = from_float<T>(y * r.c1 + x * r.s1);
+          put(r.o0, x * r.c0 - y * r.s0);
+          put(r.o1, y * r.c1 + x * r.s1);
         }
       }
     }
@@ -168,22 +179,27 @@ __global__ void __launch_bounds__(kThreads) flatten_kernel(const FlattenArgs a) 
 
 }  // namespace
 
-cudaError_t launch_tokens(const TokenArgs& a, cudaStream_t stream) {
+cudaError_t launch_tokens(const TokenArgs& a, bool pdl, cudaStream_t stream) {
   const int64_t tokens = a.p.batch * a.p.seq_len;
   if (tokens == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>(tokens), 2);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(tokens), 2);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = pdl ? 1 : 0;
   switch (a.p.dtype) {
     case DType::kFloat32:
-      tokens_kernel<float><<<grid, kThreads, 0, stream>>>(a);
-      break;
+      return cudaLaunchKernelEx(&config, tokens_kernel<float>, a);
     case DType::kFloat16:
-      tokens_kernel<__half><<<grid, kThreads, 0, stream>>>(a);
-      break;
+      return cudaLaunchKernelEx(&config, tokens_kernel<__half>, a);
     case DType::kBFloat16:
-      tokens_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(a);
-      break;
+      return cudaLaunchKernelEx(&config, tokens_kernel<__nv_bfloat16>, a);
   }
-  return cudaGetLastError();
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t launch_flatten(const FlattenArgs& a, cudaStream_t stream) {

@@ -47,7 +47,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _I64, _I32, _F32, _PTR = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
 #: Names of what tests and tune_mla.py may choose.
-CHOICES = ("grain", "rows", "section_tiles", "chapter_tiles", "spread", "burst", "early")
+CHOICES = ("grain", "rows", "section_tiles", "chapter_tiles")
 
 #: Which past a present continues.
 PASTS = {

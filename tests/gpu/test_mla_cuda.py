@@ -172,6 +172,14 @@ def test_hostile_inputs(kernels: Kernels, case: str, tokens: int, dtype: str) ->
         check(kernels, config, 2, tokens, 256, dtype, case)
 
 
+def test_new_tokens_are_not_rounded_in_plain_kernels(kernels: Kernels) -> None:
+    """In this draw two keys score nearly the same, one of them new: as the cache holds it, the output is 1.4 % off."""
+    config = CONFIGS["static-all-see-all"]
+    inputs = draw_inputs(config, 2, 5, 75, np.random.default_rng(5), "huge-scores", "float16")
+    worst = errors(config, inputs, kernels.run(config, inputs))["o"]
+    assert worst <= tolerance("cuda", "float16") / 4, worst
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bool_mask", [False, True])
 @pytest.mark.parametrize("tokens", [1, 4, 33])
@@ -229,14 +237,8 @@ def test_a_row_does_not_see_the_batch(kernels: Kernels, heads: int, cache_type: 
         assert np.array_equal(kernels.run(config, alone)["o"], whole[:count])
 
 
-#: Ways to cut the same sequences: tiles, sections or chapters to a block, a block or a warp that joins them.
-WAYS = (
-    {"grain": 0},
-    {"grain": 1, "spread": 0},
-    {"grain": 1, "spread": 1, "burst": 4, "early": 0},
-    {"grain": 2, "spread": 0, "early": 0},
-    {"grain": 2, "spread": 1},
-)
+#: What a block may make of the same sequences: tiles, sections or chapters.
+WAYS = ({"grain": 0}, {"grain": 1}, {"grain": 2})
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
     python tests/gpu/tune_mla.py                                  # the shapes of NOTES.md, under a minute
     python tests/gpu/tune_mla.py --shape 16 4096 --heads 128
-    python tests/gpu/tune_mla.py --shape 1 8192 --cache int8 --early 0 1
-    python tests/gpu/tune_mla.py --shape 64 4096 --chapters 16 32 64 --bursts 1 2 4
+    python tests/gpu/tune_mla.py --shape 64 4096 --chapters 16 32 64
 
 A way is a grain (what one block makes: a tile of 64 tokens, a section of tiles, a chapter of sections), the tiles of a
-section and of a chapter, the query rows of a block, how the second kernel joins (a block or a warp for 16 channels of 8
-rows), how many quarters of a tile are fetched together, and whether tokens of earlier calls are fetched before the
-kernel before this one has ended (early). "auto" is what the library chooses: where another way is faster, the costs in
-plan_decode (mla_decode_sm90a.cu) are wrong. Ways of one shape give the same bits, but for other tiles of a section or
-a chapter.
+section and of a chapter, and the query rows of a block. "auto" is what the library chooses: where another way is
+faster, the costs in plan_decode (mla_decode_sm90a.cu) are wrong. Ways of one shape give the same bits, but for other
+tiles of a section or a chapter.
 """
 
 from __future__ import annotations
@@ -63,21 +60,15 @@ def ways_of(step: Step, args: argparse.Namespace) -> list[Way]:
             continue  # no registers for them
         usual = args.sections or [16 if rows == 64 else 8]
         sections, chapters = usual if grain == 1 else usual[:1], args.chapters if grain == 2 else args.chapters[:1]
-        for section, chapter, spread in itertools.product(sections, chapters, (0, 1)):
-            if grain == 0 and not spread:
-                continue  # so many parts always take blocks
-            way = {"grain": grain, "rows": rows, "section_tiles": section, "chapter_tiles": chapter, "spread": spread}
-            for burst, early in itertools.product(args.bursts, args.early):
-                ways.append(way | {"burst": burst, "early": early})
+        for section, chapter in itertools.product(sections, chapters):
+            ways.append({"grain": grain, "rows": rows, "section_tiles": section, "chapter_tiles": chapter})
     return ways
 
 
 def words(way: Way) -> str:
     if not way:
         return "auto"
-    tiles = f"{GRAINS[way['grain']]} ({way['section_tiles']}, {way['chapter_tiles']})"
-    fetch = f"by {way['burst']}{' early' * way['early']}"
-    return f"{tiles:18s} {way['rows']} rows, {('warps', 'blocks')[way['spread']]} join, {fetch}"
+    return f"{GRAINS[way['grain']]} ({way['section_tiles']}, {way['chapter_tiles']})  {way['rows']} rows"
 
 
 def promising(step: Step, way: Way) -> bool:
@@ -114,7 +105,7 @@ def tune(kernels: Kernels, step: Step, ways: list[Way], repeats: int) -> list[tu
             us = 1e3 * time_replayed(runs, repeats)
             whole = 1e3 * time_replayed([lambda c=c: kernels.launch(c) for c in cold], repeats)
             rate = step.cache_bytes() / us / 1e6
-            print(f"  {words(way):56s} {us:7.2f} us  {rate:5.2f} TB/s  op {whole:7.2f} us  {error:.1e}", flush=True)
+            print(f"  {words(way):32s} {us:7.2f} us  {rate:5.2f} TB/s  op {whole:7.2f} us  {error:.1e}", flush=True)
             found.append((us, way))
         for call in calls:
             kernels.release(call)
@@ -132,10 +123,6 @@ def main() -> int:
         "--sections", type=int, nargs="+", default=[], help="tiles of a section, powers of two from 4 on"
     )
     parser.add_argument("--chapters", type=int, nargs="+", default=[32], help="tiles of a chapter, powers of two")
-    parser.add_argument(
-        "--bursts", type=int, nargs="+", default=[1], help="quarters of a tile fetched together: 1, 2, 4"
-    )
-    parser.add_argument("--early", type=int, nargs="+", default=[1])
     parser.add_argument("--all", action="store_true", help="also ways that must be slow")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
