@@ -69,7 +69,7 @@ class Quantize(Pass):
             channels: what a calibration saw of the values' channels, for caches.
         """
         self.schemes, self.statistics, self.progress = dict(schemes), statistics or {}, progress
-        self.sources, self.channels = sources, channels or {}
+        self.sources, self.channels = sources, {} if channels is None else channels
         self.result = QuantizationReport({group: str(scheme) for group, scheme in schemes.items()})
 
     def run(self, model: ir.Model, report: PassReport) -> None:

@@ -64,7 +64,7 @@ Quantize = Annotated[
     typer.Option(
         "--quantize",
         metavar="GROUP=FORMAT,...",
-        help="How to store weights: experts=int4:128,dense=int8:128 (or int8:channel, fp8:128x128, bf16); and caches of "
+        help="How to store weights: experts=int4:128,dense=int8:128 (or int8:channel, fp8:128x128, bf16); caches of "
         "latents: cache=int8 or cache=fp8:128.",
         show_default=False,
     ),
