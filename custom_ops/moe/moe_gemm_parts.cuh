@@ -10,6 +10,7 @@ namespace sm90 {
 
 constexpr int kConsumers = 256;
 constexpr int kProducers = 128;  // the registers of whole warpgroups can be dealt out anew
+constexpr int kFetchers = 96;    // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
 constexpr int kThreads = kConsumers + kProducers;
 constexpr int kMostStages = 6;
 constexpr int kSlots = 4;  // tiles that are known ahead
@@ -62,18 +63,16 @@ struct Shared {
   uint64_t ready[kSlots], free[kSlots];
   uint64_t begun;  // the first warpgroup has had a stage
   Work work[kSlots];
-  Work next;
-  uint32_t index;  // its number
 };
 
 __device__ __forceinline__ void init_barriers(Shared& s, int stages) {
   for (int i = 0; i < stages; ++i) {
-    barrier_init(&s.full[i], kProducers + 1);
+    barrier_init(&s.full[i], kFetchers + 1);
     barrier_init(&s.empty[i], kConsumers / 32);
   }
   for (int i = 0; i < kSlots; ++i) {
     barrier_init(&s.ready[i], 1);
-    barrier_init(&s.free[i], kConsumers / 32);
+    barrier_init(&s.free[i], (kConsumers + kFetchers) / 32);
   }
   barrier_init(&s.begun, kConsumers / 64);
   barrier_init_fence();
@@ -87,10 +86,11 @@ struct Pipeline {
   }
 };
 
-// The tile of a number. The shared expert's tiles, which read little, are spread over the experts', which read much.
-__device__ __forceinline__ Work locate(const GemmArgs& a, uint32_t index) {
+// The tile of a number, where the list has `listed`. The shared expert's tiles, which read little, are spread over the
+// experts', which read much.
+__device__ __forceinline__ Work locate(const GemmArgs& a, int listed, uint32_t index) {
   Work work{};
-  const uint32_t own = static_cast<uint32_t>(*a.num_tiles) * a.weights.tiles;
+  const uint32_t own = static_cast<uint32_t>(listed) * a.weights.tiles;
   const int shared_tiles = a.shared.count ? (a.shared_rows + a.tile_tokens - 1) / a.tile_tokens : 0;
   const uint32_t other = static_cast<uint32_t>(shared_tiles) * a.shared.tiles;
   if (index >= own + other) return work;
@@ -115,88 +115,104 @@ __device__ __forceinline__ Work locate(const GemmArgs& a, uint32_t index) {
     const TokenTile tile = a.tiles[token_tile];
     expert = tile.expert;
     work.count = tile.count, work.start = work.x_start = tile.start, work.gathered = a.rows != nullptr;
-    const int last = *a.num_tiles - 1;  // an expert's tiles are neighbours
-    work.again = (token_tile > 0 && a.tiles[token_tile - 1].expert == expert) ||
-                 (token_tile < last && a.tiles[token_tile + 1].expert == expert);
+    // An expert's tiles are neighbours.
+    const int before = a.tiles[max(token_tile - 1, 0)].expert, after = a.tiles[min(token_tile + 1, listed - 1)].expert;
+    work.again = (token_tile > 0 && before == expert) || (token_tile < listed - 1 && after == expert);
   }
   work.weights = w.data + expert * w.expert_bytes() + work.row_tile * w.tile_bytes();
   if (w.multiplier) work.factor = w.multiplier[expert];
   return work;
 }
 
-// The four warps that fetch. A thread copies one 16-byte chunk of every sixteenth token.
-template <Pack P>
-__device__ __forceinline__ void produce(const GemmArgs& a, const StageLayout& layout, uint32_t base, Shared& shared) {
-  constexpr int kHalves = right_halves(P), kRows = most_tokens(P) / 16;
-  const int thread = threadIdx.x - kConsumers, chunk = thread % 8, row0 = thread / 8;
+// The thread that fetches weights. It alone knows which tile is next, and looks it up while there are stages to wait
+// for.
+__device__ __forceinline__ void fetch_weights(const GemmArgs& a, const StageLayout& layout, uint32_t base,
+                                              Shared& shared) {
   const uint32_t stage_bytes = a.weights.stage_bytes();
-  const uint32_t to0 = layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
-  const unsigned char* x = static_cast<const unsigned char*>(a.x);
-  const uint32_t stride = static_cast<uint32_t>(a.x_stride / 16);
-  const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row
+  const int listed = *a.num_tiles;
+  uint32_t index = blockIdx.x;
+  Work work = locate(a, listed, index);
   Pipeline at;
-  if (thread == 0) shared.index = blockIdx.x, shared.next = locate(a, blockIdx.x);
   for (int turn = 0;; ++turn) {
     const int slot = turn % kSlots;
-    if (thread == 0) {
-      barrier_wait(&shared.free[slot], (turn / kSlots & 1) ^ 1);
-      shared.work[slot] = shared.next;
-      barrier_arrive(&shared.ready[slot]);
-    }
-    named_barrier(2, kProducers);
-    const Work& work = shared.work[slot];  // read again and again: registers are few
+    barrier_wait(&shared.free[slot], (turn / kSlots & 1) ^ 1);
+    shared.work[slot] = work;
+    barrier_arrive(&shared.ready[slot]);
     if (work.count == 0) break;
-    auto source = [&](int r) { return work.gathered ? a.rows[work.x_start + r] : work.x_start + r; };
+    const unsigned char* from = work.weights;
+    const int stages = work.stages;
+    const uint64_t policy = a.tuning.keep_weights || work.again ? evict_normal_policy() : evict_first_policy();
+    for (int k = 0; k < stages; ++k) {
+      barrier_wait(&shared.empty[at.stage], at.phase ^ 1);
+      uint64_t* bar = &shared.full[at.stage];
+      barrier_expect(bar, stage_bytes);
+      bulk_copy(base + at.stage * layout.bytes, from, stage_bytes, bar, policy);
+      from += stage_bytes;
+      at.next(layout.stages);
+      // Late enough to leave tiles to others, early enough not to wait.
+      if (k == max(stages - 5, 0)) index = a.counter ? gridDim.x + atomicAdd(a.counter, 1u) : index + gridDim.x;
+      if (k == max(stages - 3, 0)) work = locate(a, listed, index);
+    }
+  }
+}
+
+// The three warps that fetch tokens. A thread copies one 16-byte chunk of every twelfth token; which those are differs
+// within a warp, how many they are does not: what is beyond the last is the last again.
+template <Pack P>
+__device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayout& layout, uint32_t base,
+                                             Shared& shared) {
+  constexpr int kHalves = right_halves(P), kStep = kFetchers / 8, kRows = (most_tokens(P) + kStep - 1) / kStep;
+  const int thread = threadIdx.x - (kConsumers + kProducers - kFetchers), chunk = thread % 8, row0 = thread / 8;
+  // Every other row's chunk has bit 2 of its place turned over: twelve is four more than eight.
+  const uint32_t to0 = base + layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
+  const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row
+  Pipeline at;
+  for (int turn = 0;; ++turn) {
+    const int slot = turn % kSlots;
+    barrier_wait(&shared.ready[slot], turn / kSlots & 1);
+    const Work& work = shared.work[slot];
+    const int count = work.count, start = work.x_start, stages = work.stages;
+    const bool gathered = work.gathered;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.free[slot]);
+    if (count == 0) break;
+    auto source = [&](int r) { return static_cast<uint32_t>(gathered ? a.rows[start + r] : start + r); };
+    const uint32_t stride = static_cast<uint32_t>(a.x_stride / 16);
     uint32_t from[kRows];  // in 16 bytes
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      from[i] = row0 + 16 * i < work.count ? static_cast<uint32_t>(source(row0 + 16 * i)) * stride + chunk : 0;
-    }
-    // Of eight threads with the same rows each copies every eighth row's scale: a row of x_blocks beside a row of
-    // x_blocks * 128 bytes.
+    for (int i = 0; i < kRows; ++i) from[i] = source(min(row0 + kStep * i, count - 1)) * stride + chunk;
+    // Scales: a row of x_blocks beside a row of x_blocks * 128 bytes.
     uint32_t scales[2] = {0, 0};
     if constexpr (P == Pack::kFloat8) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (i % 8 == chunk) scales[i / 8] = from[i] / 8;
-      }
+      for (int i = 0; i < 2; ++i) scales[i] = source(min(thread + kFetchers * i, count - 1)) * a.x_blocks;
     }
-    const int rows = (work.count - row0 + 15) / 16;  // this thread's
-    for (int k = 0; k < work.stages; ++k) {
+    const int rows = (count - row0 / 4 * 4 + kStep - 1) / kStep;
+    for (int k = 0; k < stages; ++k) {
       barrier_wait(&shared.empty[at.stage], at.phase ^ 1);
-      const uint32_t stage = base + at.stage * layout.bytes;
+      const uint32_t stage = at.stage * layout.bytes;
       uint64_t* bar = &shared.full[at.stage];
-      if (thread == 0) {
-        barrier_expect(bar, stage_bytes);
-        bulk_copy(stage, work.weights + int64_t(k) * stage_bytes, stage_bytes, bar,
-                  a.tuning.keep_weights || work.again ? evict_normal_policy() : evict_first_policy());
-      }
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const int block = k * kHalves + half;
         const uint32_t bytes = block * 8 + chunk < chunks ? 16 : 0;
-        const unsigned char* block_from = x + (bytes ? block * 128 : 0);
-        const uint32_t to = stage + to0 + half * layout.half;
+        const unsigned char* block_from = static_cast<const unsigned char*>(a.x) + (bytes ? block * 128 : 0);
+        asm volatile("" : "+l"(block_from));  // one sum, not one a row
+        const uint32_t even = stage + to0 + half * layout.half, odd = even ^ 64;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          if (i < rows) copy16(to + i * 2048, block_from + uint64_t(from[i]) * 16, bytes);
+          if (i < rows) copy16((i & 1 ? odd : even) + i * kStep * 128, block_from + uint64_t(from[i]) * 16, bytes);
         }
       }
       if constexpr (P == Pack::kFloat8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int r = chunk + 8 * i;
-          if (r < rows) copy4(stage + layout.scales + (row0 + 16 * r) * 4, a.x_scale + scales[i] + k);
+          const int r = thread + kFetchers * i;
+          if (r < count) copy4(base + stage + layout.scales + r * 4, a.x_scale + scales[i] + k);
         }
       }
       barrier_arrive_copied(bar);
       at.next(layout.stages);
-      if (thread == 0) {  // late enough to leave tiles to others, early enough not to wait
-        if (k == max(work.stages - 4, 0)) {
-          shared.index = a.counter ? gridDim.x + atomicAdd(a.counter, 1u) : shared.index + gridDim.x;
-        }
-        if (k == max(work.stages - 2, 0)) shared.next = locate(a, shared.index);
-      }
     }
   }
 }

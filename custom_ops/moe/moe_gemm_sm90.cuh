@@ -16,13 +16,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ Shared shared;
   __shared__ __align__(8) float largest[P == Pack::kFloat8 ? 8 : 1][most_tokens(Pack::kFloat8)];
-  __shared__ __align__(8) float inverse[most_tokens(Pack::kFloat8)];
+  __shared__ __align__(8) float inverse[P == Pack::kFloat8 ? most_tokens(Pack::kFloat8) : 1];
   unsigned char* memory = dynamic + (1024 - (address(dynamic) & 1023)) % 1024;
   if (threadIdx.x == 0) init_barriers(shared, layout.stages);
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
     fewer_registers<40>();
-    produce<P>(a, layout, address(memory), shared);
+    if (threadIdx.x >= kThreads - kFetchers) {
+      fetch_tokens<P>(a, layout, address(memory), shared);
+    } else if (threadIdx.x == kConsumers) {
+      fetch_weights(a, layout, address(memory), shared);
+    }
   } else {
     more_registers<232>();
     Reader reader;
