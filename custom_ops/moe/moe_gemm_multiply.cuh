@@ -62,14 +62,21 @@ __device__ __forceinline__ void end_float8(uint32_t weight_scales, uint32_t scal
                                            float (&d)[N / 2]) {
   pin(part);
   const float s0 = load_one(weight_scales), s1 = load_one(weight_scales + 32);
+  constexpr int kAhead = M % 32 == 0 ? 4 : 2;  // loads on their way
 #pragma unroll
-  for (int b = 0; b < M / 8; ++b) {
-    const float2 x = load_two(scales + (first + b * 8) * 4);
-    float* to = &d[4 * (first / 8 + b)];
-    to[0] = fmaf(part[4 * b] * s0, x.x, to[0]);
-    to[1] = fmaf(part[4 * b + 1] * s0, x.y, to[1]);
-    to[2] = fmaf(part[4 * b + 2] * s1, x.x, to[2]);
-    to[3] = fmaf(part[4 * b + 3] * s1, x.y, to[3]);
+  for (int first_b = 0; first_b < M / 8; first_b += kAhead) {
+    float2 x[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) x[i] = load_two(scales + (first + (first_b + i) * 8) * 4);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int b = first_b + i;
+      float* to = &d[4 * (first / 8 + b)];
+      to[0] = fmaf(part[4 * b] * s0, x[i].x, to[0]);
+      to[1] = fmaf(part[4 * b + 1] * s0, x[i].y, to[1]);
+      to[2] = fmaf(part[4 * b + 2] * s1, x[i].x, to[2]);
+      to[3] = fmaf(part[4 * b + 3] * s1, x[i].y, to[3]);
+    }
   }
 }
 

@@ -15,8 +15,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ Shared shared;
-  __shared__ __align__(8) float largest[P == Pack::kFloat8 ? 8 : 1][most_tokens(Pack::kFloat8)];
+  __shared__ __align__(8) uint16_t largest[P == Pack::kFloat8 ? 8 : 1][most_tokens(Pack::kFloat8)];
   __shared__ __align__(8) float inverse[P == Pack::kFloat8 ? most_tokens(Pack::kFloat8) : 1];
+  __shared__ __align__(16) unsigned char corners[kConsumers / 32][Corner<P>::kPieces * 512];
   unsigned char* memory = dynamic + (1024 - (address(dynamic) & 1023)) % 1024;
   if (threadIdx.x == 0) init_barriers(shared, layout.stages);
   __syncthreads();
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (N <= most_tokens(P) && tile_columns(P, N) == N) {
           float d[2][N / 2];
           multiply<T, P, N, kPlainScales>(a, layout, memory, shared, reader, shared.work[slot].stages, turn == 0, d);
-          store<T, P, N>(a, shared.work[slot], largest, inverse, d);
+          store<T, P, N>(a, shared.work[slot], Corner<P>{address(corners[threadIdx.x / 32])}, largest, inverse, d);
         }
       };
       switch (tile_columns(P, count) / 16) {
