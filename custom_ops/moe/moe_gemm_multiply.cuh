@@ -22,13 +22,13 @@ struct Reader {
 // 16-bit numbers: both operands from shared memory. 64 columns a stage.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_plain(uint32_t stage, uint32_t right, int unit0, float (&d)[2][N / 2]) {
+  const uint32_t a = place(stage + unit0 * 8192), b = place(right);
   fence();
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Product<N>::template shared<T>(d[half], descriptor(stage + (unit0 + half) * 8192 + s * 32),
-                                     descriptor(right + s * 32));
+      Product<N>::template shared<T>(d[half], descriptor(a, half * 8192 + s * 32), descriptor(b, s * 32));
     }
   }
   commit();
@@ -50,10 +50,10 @@ __device__ __forceinline__ float load_one(uint32_t shared) {
 template <int M>
 __device__ __forceinline__ void begin_float8(uint32_t left, uint32_t right, float (&part)[M / 2]) {
   fence();
-  Product<M>::template fresh<Float8>(part, descriptor(left), descriptor(right));
+  Product<M>::template fresh<Float8>(part, descriptor(left, 0), descriptor(right, 0));
 #pragma unroll
   for (int s = 1; s < 4; ++s) {
-    Product<M>::template shared<Float8>(part, descriptor(left + s * 32), descriptor(right + s * 32));
+    Product<M>::template shared<Float8>(part, descriptor(left, s * 32), descriptor(right, s * 32));
   }
   commit();
 }
@@ -98,6 +98,7 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
   const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
   const T* tails = reinterpret_cast<const T*>(stage + 4 * w.payload + unit0 * w.tail) + row;
   const int tail = w.tail / static_cast<int>(sizeof(T));
+  const uint32_t b0 = place(right), b1 = place(right + half_at);
   uint32_t scale[2][2], off[2][2], left[2][2][4];
   uint4 words[2];
 #pragma unroll
@@ -120,7 +121,7 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
       Scaled<T, P>::integers(words[half], s % kPerWord, scale[half][0], scale[half][1], off[half][0], off[half][1],
                              left[s & 1][half]);
     }
-    const uint64_t b = descriptor(right + s / 4 * half_at + s % 4 * 32);
+    const uint64_t b = descriptor(s < 4 ? b0 : b1, s % 4 * 32);
     fence();
 #pragma unroll
     for (int half = 0; half < 2; ++half) Product<N>::template registers<T>(d[half], left[s & 1][half], b);
@@ -135,7 +136,8 @@ template <typename T, Pack P, int N, bool kPlainScales>
 __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& layout, unsigned char* memory,
                                          Shared& shared, Reader& reader, int stages, bool first, float (&d)[2][N / 2]) {
   const Packed& w = a.weights;
-  const int warpgroup = threadIdx.x / 128, unit0 = warpgroup * 2;
+  // The same in a warp's lanes, and known to be.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), unit0 = warpgroup * 2;
   // Not by the first product: what it overwrites would be live from tile to tile.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -166,9 +168,9 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
       const uint32_t tails = address(stage) + 4 * w.payload + (thread / 32 * 16 + thread % 32 / 4) * 4;
       const uint32_t scales = address(stage) + layout.scales + thread % 4 * 8;
       constexpr int kEach = N / kPart, kTurns = 2 * kEach;
+      const uint32_t a8 = place(address(stage) + unit0 * 8192), b8 = place(right);
       auto begin = [&](int i) {
-        begin_float8<kPart>(address(stage) + (unit0 + i / kEach) * 8192, right + i % kEach * kPart * 128,
-                            part[i % kSets]);
+        begin_float8<kPart>(a8 + i / kEach * 512, b8 + i % kEach * kPart * 8, part[i % kSets]);
       };
       begin(0);
 #pragma unroll

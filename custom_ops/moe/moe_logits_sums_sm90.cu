@@ -68,18 +68,18 @@ __device__ __forceinline__ void add_up(const RouterArgs& a, const FastLogits& f,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // The smaller terms first.
-      const uint32_t left = stage + (kTerms - 1) * kTermBytes + (unit0 + half) * 8192;
+      const uint32_t left = place(stage + (unit0 + half) * 8192), b = place(right);
+      constexpr int kLast = (kTerms - 1) * kTermBytes;
       fence();
-      Product<kTokens>::fresh<__nv_bfloat16>(part, descriptor(left), descriptor(right));
+      Product<kTokens>::fresh<__nv_bfloat16>(part, descriptor(left, kLast), descriptor(b, 0));
 #pragma unroll
       for (int s = 1; s < 4; ++s) {
-        Product<kTokens>::shared<__nv_bfloat16>(part, descriptor(left + s * 32), descriptor(right + s * 32));
+        Product<kTokens>::shared<__nv_bfloat16>(part, descriptor(left, kLast + s * 32), descriptor(b, s * 32));
       }
       if constexpr (kTerms == 2) {
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
-          Product<kTokens>::shared<__nv_bfloat16>(part, descriptor(left - kTermBytes + s * 32),
-                                                  descriptor(right + s * 32));
+          Product<kTokens>::shared<__nv_bfloat16>(part, descriptor(left, s * 32), descriptor(b, s * 32));
         }
       }
       commit();
