@@ -99,8 +99,9 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
   const T* tails = reinterpret_cast<const T*>(stage + 4 * w.payload + unit0 * w.tail) + row;
   const int tail = w.tail / static_cast<int>(sizeof(T));
   const uint32_t b0 = place(right), b1 = place(right + half_at);
+  constexpr int kLoads = P == Pack::kInt4 ? 2 : 1;  // 16 bytes of a lane and unit, loaded together
   uint32_t scale[2][2], off[2][2], left[2][2][4];
-  uint4 words[2];
+  uint4 words[2][kLoads];
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
 #pragma unroll
@@ -114,12 +115,15 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
           off[half][i] = twice<T>(Scaled<T, P>::offset(zero));
         }
       }
-      if (s % kPerWord == 0) {
-        words[half] =
-            *reinterpret_cast<const uint4*>(stage + (unit0 + half) * w.payload + s / kPerWord * 2048 + thread * 16);
+      if (s % (kPerWord * kLoads) == 0) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const int from = (s / kPerWord + i) * 2048 + thread * 16;
+          words[half][i] = *reinterpret_cast<const uint4*>(stage + (unit0 + half) * w.payload + from);
+        }
       }
-      Scaled<T, P>::integers(words[half], s % kPerWord, scale[half][0], scale[half][1], off[half][0], off[half][1],
-                             left[s & 1][half]);
+      Scaled<T, P>::integers(words[half][s / kPerWord % kLoads], s % kPerWord, scale[half][0], scale[half][1],
+                             off[half][0], off[half][1], left[s & 1][half]);
     }
     const uint64_t b = descriptor(s < 4 ? b0 : b1, s % 4 * 32);
     fence();
@@ -131,7 +135,7 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
   }
 }
 
-// d[half]: sums of the warpgroup's two units.
+// d[half]: sums of the warpgroup's two units. The last stage is not given back.
 template <typename T, Pack P, int N, bool kPlainScales>
 __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& layout, unsigned char* memory,
                                          Shared& shared, Reader& reader, int stages, bool first, float (&d)[2][N / 2]) {
@@ -162,7 +166,6 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
     if constexpr (P == Pack::kPlain) {
       multiply_plain<T, N>(address(stage), right, unit0, d);
       wait<0>();
-      reader.release(shared, at);
     } else if constexpr (P == Pack::kFloat8) {
       const int thread = threadIdx.x % 128;
       const uint32_t tails = address(stage) + 4 * w.payload + (thread / 32 * 16 + thread % 32 / 4) * 4;
@@ -185,24 +188,20 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
                              d[i / kEach]);
         if (kSets == 1 && i + 1 < kTurns) begin(i + 1);
       }
-      reader.release(shared, at);
     } else {
       multiply_integers<T, P, N, kPlainScales>(
           w, stage, right, layout.half, unit0, [&] { reader.release_before(shared); }, d);
-      if (a.tuning.drain) {
-        wait<0>();
-        reader.release(shared, at);
-      } else {
-        reader.before = at;
-      }
+      if (a.tuning.drain) wait<0>();
+    }
+    if (k + 1 == stages || ((P == Pack::kInt4 || P == Pack::kInt8) && !a.tuning.drain)) {
+      reader.before = at;
+    } else {
+      reader.release(shared, at);
     }
     if (k == 0 && skewed && warpgroup == 0 && threadIdx.x % 32 == 0) barrier_arrive(&shared.begun);
     reader.at.next(layout.stages);
   }
-  if constexpr (P == Pack::kInt4 || P == Pack::kInt8) {
-    wait<0>();
-    reader.release_before(shared);
-  }
+  if constexpr (P == Pack::kInt4 || P == Pack::kInt8) wait<0>();
   pin(d[0]), pin(d[1]);
 }
 

@@ -17,7 +17,7 @@ constexpr int kSlots = 4;  // tiles that are known ahead
 
 // Tokens of a tile, at most: accumulators and operands must fit the registers.
 __host__ __device__ constexpr int most_tokens(Pack p) {
-  return p == Pack::kPlain ? 176 : p == Pack::kFloat8 ? 160 : 128;
+  return p == Pack::kPlain ? 192 : p == Pack::kFloat8 ? 160 : 128;
 }
 // Columns of the products for so many tokens. Float8 has no 144: the compiler finds registers for 160 only.
 __host__ __device__ constexpr int tile_columns(Pack p, int tokens) {

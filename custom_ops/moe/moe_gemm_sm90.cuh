@@ -17,7 +17,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Shared shared;
   __shared__ __align__(8) uint16_t largest[P == Pack::kFloat8 ? 8 : 1][most_tokens(Pack::kFloat8)];
   __shared__ __align__(8) float inverse[P == Pack::kFloat8 ? most_tokens(Pack::kFloat8) : 1];
-  __shared__ __align__(16) unsigned char corners[kConsumers / 32][Corner<P>::kPieces * 512];
   unsigned char* memory = dynamic + (1024 - (address(dynamic) & 1023)) % 1024;
   if (threadIdx.x == 0) init_barriers(shared, layout.stages);
   __syncthreads();
@@ -41,7 +40,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (N <= most_tokens(P) && tile_columns(P, N) == N) {
           float d[2][N / 2];
           multiply<T, P, N, kPlainScales>(a, layout, memory, shared, reader, shared.work[slot].stages, turn == 0, d);
-          store<T, P, N>(a, shared.work[slot], Corner<P>{address(corners[threadIdx.x / 32])}, largest, inverse, d);
+          const Corner<P> corner(address(memory) + reader.before * layout.bytes, a.weights);
+          store<T, P, N>(a, shared.work[slot], corner, largest, inverse, d);
+          tensor_fence();  // copies will write where this did
+          reader.release_before(shared);
         }
       };
       switch (tile_columns(P, count) / 16) {

@@ -77,15 +77,16 @@ __device__ __forceinline__ void store16(void* to, const uint4& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-// Where a warp turns its sums over: pieces of 512 bytes, two of which take turns where there is room for them.
+// Where a warp turns its sums over: two pieces of 512 bytes in the tile's last stage, which are its own rows' weights.
 template <Pack P>
 struct Corner {
-  static constexpr int kPieces = P == Pack::kFloat8 ? 1 : 2;
+  static constexpr int kApart = P == Pack::kInt4 || P == Pack::kInt8 ? 2048 : 512;
   uint32_t at;
-  __device__ __forceinline__ uint32_t piece(int i) const { return at + i % kPieces * 512; }
-  __device__ __forceinline__ void before() const {
-    if (kPieces == 1) __syncwarp();
+  __device__ __forceinline__ Corner(uint32_t stage, const Packed& w) {
+    const int warp = threadIdx.x / 32;
+    at = stage + warp / 4 * 2 * w.payload + warp % 4 * (P == Pack::kInt4 || P == Pack::kInt8 ? 512 : 2048);
   }
+  __device__ __forceinline__ uint32_t piece(int i) const { return at + i % 2 * kApart; }
 };
 
 // Rows as they are: of the second product, or where there is no gate. A warp has 32 channels: eight tokens at a time.
@@ -104,7 +105,6 @@ __device__ __forceinline__ void store_rows(const GemmArgs& a, const Work& work, 
     for (int i = 0; i < 4; ++i) {
       words[i] = pack_pair(d[i / 2][4 * b + i % 2 * 2], d[i / 2][4 * b + i % 2 * 2 + 1], T());
     }
-    corner.before();
     put_turned(corner.piece(b) + put, words);
     __syncwarp();
     const uint4 all = take(corner.piece(b) + from);
@@ -122,7 +122,6 @@ __device__ __forceinline__ uint4 turn_joined(Corner<P> corner, int lane, int pai
     const int at = 4 * (2 * pair + i / 2);
     words[i] = pack_pair(d[i % 2][at], d[i % 2][at + 1], T());
   }
-  corner.before();
   put_turned(corner.piece(pair) + (lane / 16 * 8 + lane % 8) * 32 + ((lane / 8 ^ lane / 4) & 1) * 16, words);
   __syncwarp();
   return take(corner.piece(pair) + lane / 2 * 32 + ((lane ^ lane / 8) & 1) * 16);
