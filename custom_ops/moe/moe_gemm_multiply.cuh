@@ -1,4 +1,4 @@
-// The experts' products on Hopper: a warpgroup's sums of one tile, two units of 64 rows by N tokens.
+// The experts' products on Hopper: a warpgroup's sums of one tile, U units of 64 rows by N tokens.
 #pragma once
 
 #include "moe_gemm_parts.cuh"
@@ -90,9 +90,9 @@ struct Float8Parts {
 
 // Integers become T in registers, one step of 16 columns ahead of the tensor cores. 128 columns a stage. Calls `early`
 // once the products of the stage before are done.
-template <typename T, Pack P, int N, bool kPlainScales, typename Early>
+template <typename T, Pack P, int N, int U, bool kPlainScales, typename Early>
 __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigned char* stage, uint32_t right,
-                                                  int half_at, int unit0, const Early& early, float (&d)[2][N / 2]) {
+                                                  int half_at, int unit0, const Early& early, float (&d)[U][N / 2]) {
   using Numbers = Raw<T, P>;
   constexpr int kPerWord = Numbers::kPerWord;
   const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
@@ -100,12 +100,12 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
   const int tail = w.tail / static_cast<int>(sizeof(T));
   const uint32_t b0 = place(right), b1 = place(right + half_at);
   constexpr int kLoads = P == Pack::kInt4 ? 2 : 1;  // 16 bytes of a lane and unit, loaded together
-  uint32_t scale[2][2], off[2][2], left[2][2][4];
-  uint4 words[2][kLoads];
+  uint32_t scale[U][2], off[U][2], left[2][U][4];
+  uint4 words[U][kLoads];
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < U; ++half) {
       if (kPlainScales ? s == 0 : s % 2 == 0) {
         const T* values = tails + half * tail + (w.sub == 1 ? 0 : s / 2 * 64);
 #pragma unroll
@@ -128,35 +128,33 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
     const uint64_t b = descriptor(s < 4 ? b0 : b1, s % 4 * 32);
     fence();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) Product<N>::template registers<T>(d[half], left[s & 1][half], b);
+    for (int half = 0; half < U; ++half) Product<N>::template registers<T>(d[half], left[s & 1][half], b);
     commit();
     wait<1>();  // the step before: its operands are free
     if (s == 0) early();
   }
 }
 
-// d[half]: sums of the warpgroup's two units. The last stage is not given back.
-template <typename T, Pack P, int N, bool kPlainScales>
+// d[half]: sums of the warpgroup's units. The last stage is not given back.
+template <typename T, Pack P, int N, int U, bool kPlainScales>
 __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& layout, unsigned char* memory,
-                                         Shared& shared, Reader& reader, int stages, bool first, float (&d)[2][N / 2]) {
+                                         Shared& shared, Reader& reader, int stages, float (&d)[U][N / 2]) {
   const Packed& w = a.weights;
   // The same in a warp's lanes, and known to be.
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), unit0 = warpgroup * 2;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), unit0 = warpgroup * U;
   // Not by the first product: what it overwrites would be live from tile to tile.
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < U; ++half) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) d[half][i] = 0.0f;
+    pin(d[half]);
   }
-  pin(d[0]), pin(d[1]);
   constexpr int kPart = P == Pack::kFloat8 ? Float8Parts<N>::kTokens : 2, kSets = Float8Parts<N>::kSets;
   float part[kSets][kPart / 2] = {};
   if constexpr (P == Pack::kFloat8) {
 #pragma unroll
     for (int i = 0; i < kSets; ++i) pin(part[i]);
   }
-  const bool skewed = P != Pack::kFloat8 && first && a.tuning.skew;  // float8 warpgroups meet at each tile's end
-  if (skewed && warpgroup == 1) barrier_wait(&shared.begun, 0);
   for (int k = 0; k < stages; ++k) {
     const int at = reader.at.stage;
     barrier_wait(&shared.full[at], reader.at.phase);
@@ -189,20 +187,19 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
         if (kSets == 1 && i + 1 < kTurns) begin(i + 1);
       }
     } else {
-      multiply_integers<T, P, N, kPlainScales>(
+      multiply_integers<T, P, N, U, kPlainScales>(
           w, stage, right, layout.half, unit0, [&] { reader.release_before(shared); }, d);
-      if (a.tuning.drain) wait<0>();
     }
-    if (k + 1 == stages || ((P == Pack::kInt4 || P == Pack::kInt8) && !a.tuning.drain)) {
+    if (k + 1 == stages || P == Pack::kInt4 || P == Pack::kInt8) {  // integers' last products are under way
       reader.before = at;
     } else {
       reader.release(shared, at);
     }
-    if (k == 0 && skewed && warpgroup == 0 && threadIdx.x % 32 == 0) barrier_arrive(&shared.begun);
     reader.at.next(layout.stages);
   }
   if constexpr (P == Pack::kInt4 || P == Pack::kInt8) wait<0>();
-  pin(d[0]), pin(d[1]);
+#pragma unroll
+  for (int half = 0; half < U; ++half) pin(d[half]);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

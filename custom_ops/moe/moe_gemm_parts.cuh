@@ -8,10 +8,12 @@
 namespace deltafuse::moe {
 namespace sm90 {
 
-constexpr int kConsumers = 256;
+// Two warpgroups multiply two units each. Where tiles have few tokens integers take four of one unit: converting them
+// takes longer than anything else then, and more warps wait for each other's latencies.
+__host__ __device__ constexpr int consumers(int units) { return 512 / units; }
+constexpr int kFewTokens = 64;   // of such tiles, at most
 constexpr int kProducers = 128;  // the registers of whole warpgroups can be dealt out anew
 constexpr int kFetchers = 96;    // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
-constexpr int kThreads = kConsumers + kProducers;
 constexpr int kMostStages = 6;
 constexpr int kSlots = 4;  // tiles that are known ahead
 
@@ -61,20 +63,18 @@ struct Work {
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
   uint64_t ready[kSlots], free[kSlots];
-  uint64_t begun;  // the first warpgroup has had a stage
   Work work[kSlots];
 };
 
-__device__ __forceinline__ void init_barriers(Shared& s, int stages) {
+__device__ __forceinline__ void init_barriers(Shared& s, int stages, int consumers) {
   for (int i = 0; i < stages; ++i) {
     barrier_init(&s.full[i], kFetchers + 1);
-    barrier_init(&s.empty[i], kConsumers / 32);
+    barrier_init(&s.empty[i], consumers / 32);
   }
   for (int i = 0; i < kSlots; ++i) {
     barrier_init(&s.ready[i], 1);
-    barrier_init(&s.free[i], (kConsumers + kFetchers) / 32);
+    barrier_init(&s.free[i], (consumers + kFetchers) / 32);
   }
-  barrier_init(&s.begun, kConsumers / 64);
   barrier_init_fence();
 }
 
@@ -158,11 +158,11 @@ __device__ __forceinline__ void fetch_weights(const GemmArgs& a, const StageLayo
 
 // The three warps that fetch tokens. A thread copies one 16-byte chunk of every twelfth token; which those are differs
 // within a warp, how many they are does not: what is beyond the last is the last again.
-template <Pack P>
+template <Pack P, int kMost>
 __device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayout& layout, uint32_t base,
-                                             Shared& shared) {
-  constexpr int kHalves = right_halves(P), kStep = kFetchers / 8, kRows = (most_tokens(P) + kStep - 1) / kStep;
-  const int thread = threadIdx.x - (kConsumers + kProducers - kFetchers), chunk = thread % 8, row0 = thread / 8;
+                                             Shared& shared, int thread) {
+  constexpr int kHalves = right_halves(P), kStep = kFetchers / 8, kRows = (kMost + kStep - 1) / kStep;
+  const int chunk = thread % 8, row0 = thread / 8;
   // Every other row's chunk has bit 2 of its place turned over: twelve is four more than eight.
   const uint32_t to0 = base + layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
   const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row

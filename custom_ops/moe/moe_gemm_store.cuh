@@ -72,94 +72,95 @@ __device__ __forceinline__ uint4 take(uint32_t at) {
                : "memory");
   return v;
 }
-// In one piece whatever the compiler knows of the address.
+// In one piece, whatever the compiler knows of the address.
+__device__ __forceinline__ void store8(void* to, uint32_t x, uint32_t y) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};\n" ::"l"(to), "r"(x), "r"(y) : "memory");
+}
 __device__ __forceinline__ void store16(void* to, const uint4& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 // Where a warp turns its sums over: two pieces of 512 bytes in the tile's last stage, which are its own rows' weights.
-template <Pack P>
+template <Pack P, int U>
 struct Corner {
-  static constexpr int kApart = P == Pack::kInt4 || P == Pack::kInt8 ? 2048 : 512;
+  static constexpr bool kInteger = P == Pack::kInt4 || P == Pack::kInt8;
   uint32_t at;
   __device__ __forceinline__ Corner(uint32_t stage, const Packed& w) {
     const int warp = threadIdx.x / 32;
-    at = stage + warp / 4 * 2 * w.payload + warp % 4 * (P == Pack::kInt4 || P == Pack::kInt8 ? 512 : 2048);
+    at = stage + warp / 4 * U * w.payload + warp % 4 * (kInteger ? 512 : 2048);
   }
-  __device__ __forceinline__ uint32_t piece(int i) const { return at + i % 2 * kApart; }
+  __device__ __forceinline__ uint32_t piece(int i) const { return at + i % 2 * (kInteger ? 2048 : 512); }
 };
 
-// Rows as they are: of the second product, or where there is no gate. A warp has 32 channels: eight tokens at a time.
-template <typename T, Pack P, int N>
-__device__ __forceinline__ void store_rows(const GemmArgs& a, const Work& work, Corner<P> corner,
-                                           float (&d)[2][N / 2]) {
-  const int lane = fresh_lane(), t = lane % 4, channel = work.row_tile * 256 + threadIdx.x / 32 * 32 + t * 8;
-  const uint32_t put = lane % 8 * 64 + ((lane / 8 ^ lane % 8 / 2) * 16);
-  const uint32_t from = lane / 4 * 64 + ((t ^ lane / 8) * 16);
-  T* to = static_cast<T*>(a.out) + int64_t(work.start + lane / 4) * a.out_stride + channel;
-  const int count = channel < a.out_cols ? work.count - lane / 4 : 0;
-#pragma unroll
-  for (int b = 0; b < N / 8; ++b) {
+// A warp's sums, turned over: a lane gets eight channels of a token. kJoined: gates and ups have become one. Of
+// matrices that are side by side the warp has kSide, of 32 / kSide tokens at a time.
+template <typename T, int N, int U, bool kJoined>
+struct Turned {
+  static constexpr int kSide = kJoined ? U : 2 * U, kTokens = 32 / kSide, kTurns = (N + kTokens - 1) / kTokens;
+  int lane, token;  // of the first turn
+  uint32_t put, from;
+  __device__ __forceinline__ explicit Turned(int lane) : lane(lane), token(lane / kSide) {
+    put = place_of(lane / 8 / kSide * 8 + lane % 8, lane / 8 % kSide), from = place_of(token, lane % kSide);
+  }
+  // Pieces of a row change places so that lanes meet different banks.
+  static __device__ __forceinline__ uint32_t place_of(int token, int piece) {
+    return token * kSide * 16 + (piece ^ (kSide == 4 ? token / 2 % 4 : kSide == 2 ? token / 4 % 2 : 0)) * 16;
+  }
+  __device__ __forceinline__ int channel(const Work& work) const {
+    const int warp = threadIdx.x / 32;  // one-unit warps: of two neighbouring units, eight warps apart, in turn
+    const int row = U == 2 ? warp * 32 : (warp / 8 * 4 + warp % 4) * 32 + warp / 4 % 2 * 16;
+    return (work.row_tile * 256 + row) / (kJoined ? 2 : 1) + lane % kSide * 8;
+  }
+  __device__ __forceinline__ uint4 turn(uint32_t piece, int i, float (&d)[U][N / 2]) const {
     uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] = pack_pair(d[i / 2][4 * b + i % 2 * 2], d[i / 2][4 * b + i % 2 * 2 + 1], T());
+    for (int n = 0; n < 4; ++n) {
+      const int side = n % kSide, half = kJoined ? side : side / 2;
+      const int at = 4 * (i * (4 / kSide) + n / kSide) + (kJoined ? 0 : side % 2 * 2);
+      words[n] = at < N / 2 ? pack_pair(d[half][at], d[half][at + 1], T()) : 0;
     }
-    put_turned(corner.piece(b) + put, words);
+    put_turned(piece + put, words);
     __syncwarp();
-    const uint4 all = take(corner.piece(b) + from);
-    if (b * 8 < count) store16(to, all);
-    to += 8 * a.out_stride;
+    return take(piece + from);
   }
-}
+};
 
-// Gates with their ups: 16 channels of a warp, 16 tokens at a time. A lane gets eight channels of token lane / 2.
-template <typename T, Pack P, int N>
-__device__ __forceinline__ uint4 turn_joined(Corner<P> corner, int lane, int pair, float (&d)[2][N / 2]) {
-  uint32_t words[4];
+template <typename T, Pack P, int N, int U, bool kJoined>
+__device__ __forceinline__ void store_rows(const GemmArgs& a, const Work& work, const Corner<P, U>& corner,
+                                           float (&d)[U][N / 2]) {
+  const Turned<T, N, U, kJoined> turned(fresh_lane());
+  const int channel = turned.channel(work), count = channel < a.out_cols ? work.count - turned.token : 0;
+  T* to = static_cast<T*>(a.out) + int64_t(work.start + turned.token) * a.out_stride + channel;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int at = 4 * (2 * pair + i / 2);
-    words[i] = pack_pair(d[i % 2][at], d[i % 2][at + 1], T());
-  }
-  put_turned(corner.piece(pair) + (lane / 16 * 8 + lane % 8) * 32 + ((lane / 8 ^ lane / 4) & 1) * 16, words);
-  __syncwarp();
-  return take(corner.piece(pair) + lane / 2 * 32 + ((lane ^ lane / 8) & 1) * 16);
-}
-
-template <typename T, Pack P, int N>
-__device__ __forceinline__ void store_joined(const GemmArgs& a, const Work& work, Corner<P> corner,
-                                             float (&d)[2][N / 2]) {
-  const int lane = fresh_lane(), channel = work.row_tile * 128 + threadIdx.x / 32 * 16 + lane % 2 * 8;
-  T* to = static_cast<T*>(a.out) + int64_t(work.start + lane / 2) * a.out_stride + channel;
-  const int count = channel < a.out_cols ? work.count - lane / 2 : 0;
-#pragma unroll
-  for (int pair = 0; pair < N / 16; ++pair) {
-    const uint4 all = turn_joined<T, P, N>(corner, lane, pair, d);
-    if (pair * 16 < count) store16(to, all);
-    to += 16 * a.out_stride;
+  for (int i = 0; i < turned.kTurns; ++i) {
+    const uint4 all = turned.turn(corner.piece(i), i, d);
+    if (i * turned.kTokens < count) store16(to, all);
+    to += turned.kTokens * a.out_stride;
   }
 }
 
-// The same as float8: the tile's 128 channels of a token share a scale. Numbers are bfloat16 on their way.
+// Gates with their ups as float8: the tile's 128 channels of a token share a scale. Numbers are bfloat16 on their way.
+using Largest = uint16_t[most_tokens(Pack::kFloat8)];
 template <int N>
-__device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work, Corner<Pack::kFloat8> corner,
-                                             uint16_t (*largest)[most_tokens(Pack::kFloat8)], float* inverse,
+__device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work,
+                                             const Corner<Pack::kFloat8, 2>& corner, Largest* largest, float* inverse,
                                              float (&d)[2][N / 2]) {
-  const int consumer = threadIdx.x, lane = fresh_lane(), token = lane / 2;
-  uint4 turned[N / 16];
+  const Turned<__nv_bfloat16, N, 2, true> turned(fresh_lane());
+  constexpr int kTurns = Turned<__nv_bfloat16, N, 2, true>::kTurns;
+  const int consumer = threadIdx.x, token = turned.token;
+  uint4 rows[kTurns];
 #pragma unroll
-  for (int pair = 0; pair < N / 16; ++pair) {
-    const uint4 v = turned[pair] = turn_joined<__nv_bfloat16, Pack::kFloat8, N>(corner, lane, pair, d);
+  for (int i = 0; i < kTurns; ++i) {
+    const uint4 v = rows[i] = turned.turn(corner.piece(i), i, d);
     constexpr uint32_t kSize = 0x7fff7fffu;  // bfloat16 of one sign are in the order of their bits
     const uint32_t w[4] = {v.x & kSize, v.y & kSize, v.z & kSize, v.w & kSize};
     uint32_t most = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) most = max(most, max(w[i] >> 16, w[i] & 0xffffu));
+    for (int n = 0; n < 4; ++n) most = max(most, max(w[n] >> 16, w[n] & 0xffffu));
     most = max(most, __shfl_xor_sync(~0u, most, 1));
-    if (lane % 2 == 0) largest[consumer / 32][pair * 16 + token] = static_cast<uint16_t>(most);
+    if (turned.lane % 2 == 0) largest[consumer / 32][i * 16 + token] = static_cast<uint16_t>(most);
   }
-  named_barrier(1, kConsumers);
+  named_barrier(1, consumers(2));
   if (consumer < N) {
     uint32_t bits = 0;
 #pragma unroll
@@ -170,63 +171,59 @@ __device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work
       a.out_scale[int64_t(work.start + consumer) * a.out_blocks + work.row_tile] = most > 0.0f ? most / 448.0f : 1.0f;
     }
   }
-  named_barrier(1, kConsumers);
-  const int channel = work.row_tile * 128 + consumer / 32 * 16 + lane % 2 * 8;
-  uint8_t* to = static_cast<uint8_t*>(a.out) + int64_t(work.start + token) * a.out_stride + channel;
+  named_barrier(1, consumers(2));
+  uint8_t* to = static_cast<uint8_t*>(a.out) + int64_t(work.start + token) * a.out_stride + turned.channel(work);
   const int count = work.count - token;
 #pragma unroll
-  for (int pair = 0; pair < N / 16; ++pair) {
-    const float by = inverse[pair * 16 + token];
-    const uint32_t w[4] = {turned[pair].x, turned[pair].y, turned[pair].z, turned[pair].w};
+  for (int i = 0; i < kTurns; ++i) {
+    const float by = inverse[i * 16 + token];
+    const uint32_t w[4] = {rows[i].x, rows[i].y, rows[i].z, rows[i].w};
     uint32_t bytes[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 x = unpack_pair(w[2 * i], __nv_bfloat16()), y = unpack_pair(w[2 * i + 1], __nv_bfloat16());
+    for (int n = 0; n < 2; ++n) {
+      const float2 x = unpack_pair(w[2 * n], __nv_bfloat16()), y = unpack_pair(w[2 * n + 1], __nv_bfloat16());
       uint16_t low, high;
       asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(low) : "f"(x.y * by), "f"(x.x * by));
       asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(high) : "f"(y.y * by), "f"(y.x * by));
-      bytes[i] = low | static_cast<uint32_t>(high) << 16;
+      bytes[n] = low | static_cast<uint32_t>(high) << 16;
     }
-    if (pair * 16 < count) *reinterpret_cast<uint2*>(to) = make_uint2(bytes[0], bytes[1]);
+    if (i * 16 < count) store8(to, bytes[0], bytes[1]);
     to += 16 * a.out_stride;
   }
 }
 
-template <typename T, Pack P, int N>
-__device__ __forceinline__ void store(const GemmArgs& a, const Work& work, Corner<P> corner,
-                                      uint16_t (*largest)[most_tokens(Pack::kFloat8)], float* inverse,
-                                      float (&d)[2][N / 2]) {
-  if (a.weights.multiplier) {
+template <typename T, Pack P, int N, int U>
+__device__ __forceinline__ void store(const GemmArgs& a, const Work& work, const Corner<P, U>& corner, Largest* largest,
+                                      float* inverse, float (&d)[U][N / 2]) {
+  const bool joined = a.activate && a.weights.gated;
+  // What most models have, in few steps.
+  const bool silu = a.activity.kind == Activation::kSilu && a.activity.clamp == Clamp::kNone;
+  const Smooth smooth(a.activity);
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) d[0][i] *= work.factor, d[1][i] *= work.factor;
-  }
-  if (!(a.activate && a.weights.gated)) {
-    if (a.activate) {
-      const Smooth smooth(a.activity);
+  for (int half = 0; half < U; ++half) {
+    if (a.weights.multiplier) {
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) d[0][i] = smooth(d[0][i]), d[1][i] = smooth(d[1][i]);
-      pin(d[0]), pin(d[1]);
+      for (int i = 0; i < N / 2; ++i) d[half][i] *= work.factor;
     }
-    return store_rows<T, P, N>(a, work, corner, d);
-  }
-  if (a.activity.kind == Activation::kSilu &&
-      a.activity.clamp == Clamp::kNone) {  // what most models have, in few steps
-    auto join = [](float gate, float up) { return gate * sigmoid_of(-1.4426950408889634f * gate) * up; };
+    if (!a.activate) continue;
+    if (!joined) {
 #pragma unroll
-    for (int i = 0; i < N / 2; i += i % 4 ? 3 : 1) {
-      d[0][i] = join(d[0][i], d[0][i + 2]), d[1][i] = join(d[1][i], d[1][i + 2]);
-    }
-  } else {
-    const Smooth smooth(a.activity);
+      for (int i = 0; i < N / 2; ++i) d[half][i] = smooth(d[half][i]);
+    } else if (silu) {
 #pragma unroll
-    for (int i = 0; i < N / 2; i += i % 4 ? 3 : 1) {
-      d[0][i] = smooth(d[0][i], d[0][i + 2]), d[1][i] = smooth(d[1][i], d[1][i + 2]);
+      for (int i = 0; i < N / 2; i += i % 4 ? 3 : 1) {
+        d[half][i] = d[half][i] * sigmoid_of(-1.4426950408889634f * d[half][i]) * d[half][i + 2];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < N / 2; i += i % 4 ? 3 : 1) d[half][i] = smooth(d[half][i], d[half][i + 2]);
     }
   }
+  if (!joined) return store_rows<T, P, N, U, false>(a, work, corner, d);
   if constexpr (P == Pack::kFloat8) {
     if (a.out_scale) return store_float8<N>(a, work, corner, largest, inverse, d);
   }
-  store_joined<T, P, N>(a, work, corner, d);
+  store_rows<T, P, N, U, true>(a, work, corner, d);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
