@@ -35,15 +35,55 @@ __global__ void __launch_bounds__(256) float8_kernel(Float8Args a) {
   }
 }
 
+// Elements of a row that a thread takes: 16 bytes, or one where rows are not made of those. Read once, kept as they
+// came.
+template <typename T>
+struct Wide {
+  static constexpr int kElements = 16 / sizeof(T);
+  uint4 words;
+  __device__ __forceinline__ void load(const T* p) { words = __ldcs(reinterpret_cast<const uint4*>(p)); }
+  __device__ __forceinline__ void add_to(float (&sum)[kElements], float weight) const {
+    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        sum[i] = fmaf(weight, __uint_as_float(w[i]), sum[i]);
+      } else {
+        const float2 v = unpack_pair(w[i], T());
+        sum[2 * i] = fmaf(weight, v.x, sum[2 * i]), sum[2 * i + 1] = fmaf(weight, v.y, sum[2 * i + 1]);
+      }
+    }
+  }
+  __device__ __forceinline__ static void store(T* to, const float (&sum)[kElements]) {
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        w[i] = __float_as_uint(sum[i]);
+      } else {
+        w[i] = pack_pair(sum[2 * i], sum[2 * i + 1], T());
+      }
+    }
+    *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+  }
+};
+template <typename T>
+struct Narrow {
+  static constexpr int kElements = 1;
+  T value;
+  __device__ __forceinline__ void load(const T* p) { value = *p; }
+  __device__ __forceinline__ void add_to(float (&sum)[1], float weight) const {
+    sum[0] = fmaf(weight, to_float(value), sum[0]);
+  }
+  __device__ __forceinline__ static void store(T* to, const float (&sum)[1]) { *to = from_float<T>(sum[0]); }
+};
+
 // A block a token, 16 bytes a thread. Experts are added in the order of the choice; rows of eight are on their way at
-// once.
-template <typename T, bool kWide>
-__global__ void __launch_bounds__(512) combine_kernel(CombineArgs a) {
-  constexpr int kElements = kWide ? 16 / sizeof(T) : 1;
-  constexpr int kTogether = 8;
-  struct alignas(sizeof(T) * kElements) Piece {
-    T v[kElements];
-  };
+// once, in few registers: many blocks have to wait together. kTopK: how many experts a token has, 0 if others than 8.
+template <typename T, typename Piece, int kTopK>
+__global__ void __launch_bounds__(512, 2) combine_kernel(CombineArgs a) {
+  constexpr int kElements = Piece::kElements, kTogether = 8;
+  const int top_k = kTopK ? kTopK : a.top_k;
   __shared__ float parts[16];
   __shared__ float gate;
   const int token = blockIdx.x;
@@ -65,44 +105,25 @@ __global__ void __launch_bounds__(512) combine_kernel(CombineArgs a) {
   }
   const float share = a.shared_gate ? gate : 1.0f;
   const T* out = static_cast<const T*>(a.out);
-  const int32_t* positions = a.positions + int64_t(token) * a.top_k;
-  const float* weights = a.weights + int64_t(token) * a.top_k;
+  const int32_t* positions = a.positions + int64_t(token) * top_k;
+  const float* weights = a.weights + int64_t(token) * top_k;
   for (int col = threadIdx.x * kElements; col < a.hidden; col += blockDim.x * kElements) {
     float sum[kElements] = {};
-    Piece shared;
-    if (a.shared) {
-      shared = *reinterpret_cast<const Piece*>(static_cast<const T*>(a.shared) + token * a.shared_stride + col);
-    }
-    for (int first = 0; first < a.top_k; first += kTogether) {
-      int position[kTogether];
-      float weight[kTogether];
+    Piece shared{};
+    if (a.shared) shared.load(static_cast<const T*>(a.shared) + token * a.shared_stride + col);
+    for (int first = 0; first < top_k; first += kTogether) {
       Piece piece[kTogether];
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
-        const int at = min(first + j, a.top_k - 1);
-        position[j] = __ldg(positions + at), weight[j] = __ldg(weights + at);
+        if (first + j < top_k) piece[j].load(out + __ldg(positions + first + j) * a.out_stride + col);
       }
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
-        if (first + j < a.top_k) {
-          piece[j] = *reinterpret_cast<const Piece*>(out + position[j] * a.out_stride + col);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (first + j >= a.top_k) break;
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) sum[i] = fmaf(weight[j], to_float(piece[j].v[i]), sum[i]);
+        if (first + j < top_k) piece[j].add_to(sum, __ldg(weights + first + j));
       }
     }
-    if (a.shared) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) sum[i] = fmaf(share, to_float(shared.v[i]), sum[i]);
-    }
-    Piece result;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) result.v[i] = from_float<T>(sum[i]);
-    *reinterpret_cast<Piece*>(static_cast<T*>(a.y) + int64_t(token) * a.hidden + col) = result;
+    if (a.shared) shared.add_to(sum, share);
+    Piece::store(static_cast<T*>(a.y) + int64_t(token) * a.hidden + col, sum);
   }
 }
 
@@ -116,10 +137,12 @@ template <typename T>
 cudaError_t combine(const CombineArgs& a, cudaStream_t stream) {
   const int elements = 16 / static_cast<int>(sizeof(T));
   const unsigned blocks = static_cast<unsigned>(a.tokens);
-  if (a.hidden % elements == 0 && a.out_stride % elements == 0) {
-    combine_kernel<T, true><<<blocks, combine_threads(a.hidden / elements), 0, stream>>>(a);
+  if (a.hidden % elements != 0 || a.out_stride % elements != 0) {
+    combine_kernel<T, Narrow<T>, 0><<<blocks, combine_threads(a.hidden), 0, stream>>>(a);
+  } else if (a.top_k == 8) {
+    combine_kernel<T, Wide<T>, 8><<<blocks, combine_threads(a.hidden / elements), 0, stream>>>(a);
   } else {
-    combine_kernel<T, false><<<blocks, combine_threads(a.hidden), 0, stream>>>(a);
+    combine_kernel<T, Wide<T>, 0><<<blocks, combine_threads(a.hidden / elements), 0, stream>>>(a);
   }
   return cudaGetLastError();
 }

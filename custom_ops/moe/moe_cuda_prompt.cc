@@ -9,11 +9,11 @@ namespace {
 bool on_hopper(const Params& p, bool activate, const DeviceInfo& device) {
   return device.wgmma && p.dtype != DType::kFloat32 && !(activate && p.activation == Activation::kGelu);
 }
-int product_tokens(const Packed& w, bool hopper, int64_t tokens) {
-  return hopper ? gemm_sm90_tokens(w.pack, tokens) : kGemmTokens;
+int product_tokens(const Packed& w, bool hopper, int64_t tokens, int64_t pairs) {
+  return hopper ? gemm_sm90_tokens(w.pack, tokens, pairs / w.count) : kGemmTokens;
 }
 bool packed_alike(const Packed& a, const Packed& b) {
-  return a.pack == b.pack && a.sub == b.sub && a.zeros == b.zeros && a.gated == b.gated;
+  return a.pack == b.pack && a.sub == b.sub && a.zeros == b.zeros && a.gated == b.gated && a.alike == b.alike;
 }
 
 // An expert chain's buffers. Rows of all of them are tokens in the order by expert; then the shared expert's, where it
@@ -47,8 +47,8 @@ ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, 
     c.h8_scale = parts.take<float>(c.rows * (c.h_stride / 128));
   }
   c.out = parts.take<unsigned char>(c.rows * wide_cols(p.hidden_size, p.dtype) * size);
-  c.tile_tokens =
-      std::min(product_tokens(first, c.first_hopper, tokens), product_tokens(second, c.second_hopper, tokens));
+  c.tile_tokens = std::min(product_tokens(first, c.first_hopper, tokens, pairs),
+                           product_tokens(second, c.second_hopper, tokens, pairs));
   c.max_tiles = pairs / c.tile_tokens + std::min<int64_t>(pairs, first.count);
   c.tiles = parts.take<TokenTile>(c.max_tiles);
   c.num_tiles = parts.take<int32_t>(1);
@@ -130,7 +130,6 @@ const char* run_chain(const Chain& chain, const ChainParts& c, const Params& p, 
   auto multiply = [&](GemmArgs& g, bool hopper, uint32_t* counter) {
     if (!hopper) return launch_gemm_sm80(g, p.dtype, c.max_tiles, stream);
     g.tuning = prompt_tuning();
-    if (g.tuning.drain < 0) g.tuning.drain = c.own_rows / g.weights.count < 48;
     g.counter = g.tuning.dynamic ? counter : nullptr;
     return launch_gemm_sm90(g, p.dtype, device, stream);
   };

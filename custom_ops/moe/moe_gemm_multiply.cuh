@@ -1,4 +1,4 @@
-// The experts' products on Hopper: a warpgroup's sums of one tile, two units of 64 rows by N tokens.
+// The experts' products on Hopper: a warpgroup's sums of one tile, U units of 64 rows by N tokens.
 #pragma once
 
 #include "moe_gemm_parts.cuh"
@@ -22,13 +22,13 @@ struct Reader {
 // 16-bit numbers: both operands from shared memory. 64 columns a stage.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_plain(uint32_t stage, uint32_t right, int unit0, float (&d)[2][N / 2]) {
+  const uint32_t a = place(stage + unit0 * 8192), b = place(right);
   fence();
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Product<N>::template shared<T>(d[half], descriptor(stage + (unit0 + half) * 8192 + s * 32),
-                                     descriptor(right + s * 32));
+      Product<N>::template shared<T>(d[half], descriptor(a, half * 8192 + s * 32), descriptor(b, s * 32));
     }
   }
   commit();
@@ -50,26 +50,38 @@ __device__ __forceinline__ float load_one(uint32_t shared) {
 template <int M>
 __device__ __forceinline__ void begin_float8(uint32_t left, uint32_t right, float (&part)[M / 2]) {
   fence();
-  Product<M>::template fresh<Float8>(part, descriptor(left), descriptor(right));
+  Product<M>::template fresh<Float8>(part, descriptor(left, 0), descriptor(right, 0));
 #pragma unroll
   for (int s = 1; s < 4; ++s) {
-    Product<M>::template shared<Float8>(part, descriptor(left + s * 32), descriptor(right + s * 32));
+    Product<M>::template shared<Float8>(part, descriptor(left, s * 32), descriptor(right, s * 32));
   }
   commit();
 }
-template <int M, int N>
-__device__ __forceinline__ void end_float8(uint32_t weight_scales, uint32_t scales, int first, float (&part)[M / 2],
-                                           float (&d)[N / 2]) {
+// Scales of tokens and rows, multiplied already (kAlike: of rows r, and r + 8), or apart.
+template <int M, int N, bool kAlike>
+__device__ __forceinline__ void end_float8(uint32_t weight_scales, uint32_t scales, uint32_t others, int first,
+                                           float (&part)[M / 2], float (&d)[N / 2]) {
   pin(part);
-  const float s0 = load_one(weight_scales), s1 = load_one(weight_scales + 32);
+  const float s0 = kAlike ? 1.0f : load_one(weight_scales), s1 = kAlike ? 1.0f : load_one(weight_scales + 32);
+  constexpr int kAhead = M % 32 == 0 ? 4 : M == 80 ? 5 : 2;  // loads on their way
 #pragma unroll
-  for (int b = 0; b < M / 8; ++b) {
-    const float2 x = load_two(scales + (first + b * 8) * 4);
-    float* to = &d[4 * (first / 8 + b)];
-    to[0] = fmaf(part[4 * b] * s0, x.x, to[0]);
-    to[1] = fmaf(part[4 * b + 1] * s0, x.y, to[1]);
-    to[2] = fmaf(part[4 * b + 2] * s1, x.x, to[2]);
-    to[3] = fmaf(part[4 * b + 3] * s1, x.y, to[3]);
+  for (int first_b = 0; first_b < M / 8; first_b += kAhead) {
+    float2 x[kAhead], y[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = (first + (first_b + i) * 8) * 4;
+      x[i] = load_two(scales + at);
+      y[i] = kAlike ? load_two(others + at) : x[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int b = first_b + i;
+      float* to = &d[4 * (first / 8 + b)];
+      to[0] = fmaf(kAlike ? part[4 * b] : part[4 * b] * s0, x[i].x, to[0]);
+      to[1] = fmaf(kAlike ? part[4 * b + 1] : part[4 * b + 1] * s0, x[i].y, to[1]);
+      to[2] = fmaf(kAlike ? part[4 * b + 2] : part[4 * b + 2] * s1, y[i].x, to[2]);
+      to[3] = fmaf(kAlike ? part[4 * b + 3] : part[4 * b + 3] * s1, y[i].y, to[3]);
+    }
   }
 }
 
@@ -83,20 +95,22 @@ struct Float8Parts {
 
 // Integers become T in registers, one step of 16 columns ahead of the tensor cores. 128 columns a stage. Calls `early`
 // once the products of the stage before are done.
-template <typename T, Pack P, int N, bool kPlainScales, typename Early>
+template <typename T, Pack P, int N, int U, bool kPlainScales, typename Early>
 __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigned char* stage, uint32_t right,
-                                                  int half_at, int unit0, const Early& early, float (&d)[2][N / 2]) {
+                                                  int half_at, int unit0, const Early& early, float (&d)[U][N / 2]) {
   using Numbers = Raw<T, P>;
   constexpr int kPerWord = Numbers::kPerWord;
   const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
   const T* tails = reinterpret_cast<const T*>(stage + 4 * w.payload + unit0 * w.tail) + row;
   const int tail = w.tail / static_cast<int>(sizeof(T));
-  uint32_t scale[2][2], off[2][2], left[2][2][4];
-  uint4 words[2];
+  const uint32_t b0 = place(right), b1 = place(right + half_at);
+  constexpr int kLoads = P == Pack::kInt4 ? 2 : 1;  // 16 bytes of a lane and unit, loaded together
+  uint32_t scale[U][2], off[U][2], left[2][U][4];
+  uint4 words[U][kLoads];
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < U; ++half) {
       if (kPlainScales ? s == 0 : s % 2 == 0) {
         const T* values = tails + half * tail + (w.sub == 1 ? 0 : s / 2 * 64);
 #pragma unroll
@@ -106,44 +120,46 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
           off[half][i] = twice<T>(Scaled<T, P>::offset(zero));
         }
       }
-      if (s % kPerWord == 0) {
-        words[half] =
-            *reinterpret_cast<const uint4*>(stage + (unit0 + half) * w.payload + s / kPerWord * 2048 + thread * 16);
+      if (s % (kPerWord * kLoads) == 0) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const int from = (s / kPerWord + i) * 2048 + thread * 16;
+          words[half][i] = *reinterpret_cast<const uint4*>(stage + (unit0 + half) * w.payload + from);
+        }
       }
-      Scaled<T, P>::integers(words[half], s % kPerWord, scale[half][0], scale[half][1], off[half][0], off[half][1],
-                             left[s & 1][half]);
+      Scaled<T, P>::integers(words[half][s / kPerWord % kLoads], s % kPerWord, scale[half][0], scale[half][1],
+                             off[half][0], off[half][1], left[s & 1][half]);
     }
-    const uint64_t b = descriptor(right + s / 4 * half_at + s % 4 * 32);
+    const uint64_t b = descriptor(s < 4 ? b0 : b1, s % 4 * 32);
     fence();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) Product<N>::template registers<T>(d[half], left[s & 1][half], b);
+    for (int half = 0; half < U; ++half) Product<N>::template registers<T>(d[half], left[s & 1][half], b);
     commit();
     wait<1>();  // the step before: its operands are free
     if (s == 0) early();
   }
 }
 
-// d[half]: sums of the warpgroup's two units.
-template <typename T, Pack P, int N, bool kPlainScales>
+// d[half]: sums of the warpgroup's units. The last stage is not given back.
+template <typename T, Pack P, int N, int U, bool kPlainScales>
 __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& layout, unsigned char* memory,
-                                         Shared& shared, Reader& reader, int stages, bool first, float (&d)[2][N / 2]) {
+                                         Shared& shared, Reader& reader, int stages, float (&d)[U][N / 2]) {
   const Packed& w = a.weights;
-  const int warpgroup = threadIdx.x / 128, unit0 = warpgroup * 2;
+  // The same in a warp's lanes, and known to be.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), unit0 = warpgroup * U;
   // Not by the first product: what it overwrites would be live from tile to tile.
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < U; ++half) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) d[half][i] = 0.0f;
+    pin(d[half]);
   }
-  pin(d[0]), pin(d[1]);
   constexpr int kPart = P == Pack::kFloat8 ? Float8Parts<N>::kTokens : 2, kSets = Float8Parts<N>::kSets;
   float part[kSets][kPart / 2] = {};
   if constexpr (P == Pack::kFloat8) {
 #pragma unroll
     for (int i = 0; i < kSets; ++i) pin(part[i]);
   }
-  const bool skewed = P != Pack::kFloat8 && first && a.tuning.skew;  // float8 warpgroups meet at each tile's end
-  if (skewed && warpgroup == 1) barrier_wait(&shared.begun, 0);
   for (int k = 0; k < stages; ++k) {
     const int at = reader.at.stage;
     barrier_wait(&shared.full[at], reader.at.phase);
@@ -153,15 +169,15 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
     if constexpr (P == Pack::kPlain) {
       multiply_plain<T, N>(address(stage), right, unit0, d);
       wait<0>();
-      reader.release(shared, at);
     } else if constexpr (P == Pack::kFloat8) {
       const int thread = threadIdx.x % 128;
       const uint32_t tails = address(stage) + 4 * w.payload + (thread / 32 * 16 + thread % 32 / 4) * 4;
-      const uint32_t scales = address(stage) + layout.scales + thread % 4 * 8;
+      uint32_t scales = address(stage) + layout.scales + thread % 4 * 8, others = scales + kScaleRow;
+      if (kPlainScales && !w.gated) scales = others = scales + warpgroup * kScaleRow;
       constexpr int kEach = N / kPart, kTurns = 2 * kEach;
+      const uint32_t a8 = place(address(stage) + unit0 * 8192), b8 = place(right);
       auto begin = [&](int i) {
-        begin_float8<kPart>(address(stage) + (unit0 + i / kEach) * 8192, right + i % kEach * kPart * 128,
-                            part[i % kSets]);
+        begin_float8<kPart>(a8 + i / kEach * 512, b8 + i % kEach * kPart * 8, part[i % kSets]);
       };
       begin(0);
 #pragma unroll
@@ -172,29 +188,24 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
         } else {
           wait<0>();
         }
-        end_float8<kPart, N>(tails + (unit0 + i / kEach) * 256, scales, i % kEach * kPart, part[i % kSets],
-                             d[i / kEach]);
+        end_float8<kPart, N, kPlainScales>(tails + (unit0 + i / kEach) * 256, scales, others, i % kEach * kPart,
+                                           part[i % kSets], d[i / kEach]);
         if (kSets == 1 && i + 1 < kTurns) begin(i + 1);
       }
-      reader.release(shared, at);
     } else {
-      multiply_integers<T, P, N, kPlainScales>(
+      multiply_integers<T, P, N, U, kPlainScales>(
           w, stage, right, layout.half, unit0, [&] { reader.release_before(shared); }, d);
-      if (a.tuning.drain) {
-        wait<0>();
-        reader.release(shared, at);
-      } else {
-        reader.before = at;
-      }
     }
-    if (k == 0 && skewed && warpgroup == 0 && threadIdx.x % 32 == 0) barrier_arrive(&shared.begun);
+    if (k + 1 == stages || P == Pack::kInt4 || P == Pack::kInt8) {  // integers' last products are under way
+      reader.before = at;
+    } else {
+      reader.release(shared, at);
+    }
     reader.at.next(layout.stages);
   }
-  if constexpr (P == Pack::kInt4 || P == Pack::kInt8) {
-    wait<0>();
-    reader.release_before(shared);
-  }
-  pin(d[0]), pin(d[1]);
+  if constexpr (P == Pack::kInt4 || P == Pack::kInt8) wait<0>();
+#pragma unroll
+  for (int half = 0; half < U; ++half) pin(d[half]);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

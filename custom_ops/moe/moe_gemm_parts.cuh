@@ -8,9 +8,12 @@
 namespace deltafuse::moe {
 namespace sm90 {
 
-constexpr int kConsumers = 256;
+// Two warpgroups multiply two units each. Where tiles have few tokens integers take four of one unit: converting them
+// takes longer than anything else then, and more warps wait for each other's latencies.
+__host__ __device__ constexpr int consumers(int units) { return 512 / units; }
+constexpr int kFewTokens = 64;   // of such tiles, at most
 constexpr int kProducers = 128;  // the registers of whole warpgroups can be dealt out anew
-constexpr int kThreads = kConsumers + kProducers;
+constexpr int kFetchers = 96;    // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
 constexpr int kMostStages = 6;
 constexpr int kSlots = 4;  // tiles that are known ahead
 
@@ -27,6 +30,8 @@ __host__ __device__ constexpr int right_halves(Pack p) {  // of 128 bytes of a t
   return p == Pack::kInt4 || p == Pack::kInt8 ? 2 : 1;
 }
 
+constexpr int kScaleRow = most_tokens(Pack::kFloat8) * 4;  // bytes of a stage's scales of its tokens
+
 struct StageLayout {
   int right, half, scales, bytes;  // offsets in a stage, of the tokens' second half from their first; its size
   int stages;
@@ -37,7 +42,7 @@ inline StageLayout stage_layout(const GemmArgs& a, int shared_bytes, int fixed_b
   s.right = (w.stage_bytes() + 1023) / 1024 * 1024;
   s.half = tile_columns(w.pack, a.tile_tokens) * 128;
   s.scales = s.right + s.half * right_halves(w.pack);
-  s.bytes = s.scales + (w.pack == Pack::kFloat8 ? 1024 : 0);
+  s.bytes = s.scales + (w.pack == Pack::kFloat8 ? 2048 : 0);
   const int most = a.tuning.stages > 1 && a.tuning.stages < kMostStages ? a.tuning.stages : kMostStages;
   const int room = (shared_bytes - fixed_bytes - 1024) / s.bytes;  // 1024: alignment
   s.stages = room < most ? room : most;
@@ -60,22 +65,18 @@ struct Work {
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
   uint64_t ready[kSlots], free[kSlots];
-  uint64_t begun;  // the first warpgroup has had a stage
   Work work[kSlots];
-  Work next;
-  uint32_t index;  // its number
 };
 
-__device__ __forceinline__ void init_barriers(Shared& s, int stages) {
+__device__ __forceinline__ void init_barriers(Shared& s, int stages, int consumers, int fetched) {
   for (int i = 0; i < stages; ++i) {
-    barrier_init(&s.full[i], kProducers + 1);
-    barrier_init(&s.empty[i], kConsumers / 32);
+    barrier_init(&s.full[i], fetched + 1);
+    barrier_init(&s.empty[i], consumers / 32);
   }
   for (int i = 0; i < kSlots; ++i) {
     barrier_init(&s.ready[i], 1);
-    barrier_init(&s.free[i], kConsumers / 32);
+    barrier_init(&s.free[i], (consumers + kFetchers) / 32);
   }
-  barrier_init(&s.begun, kConsumers / 64);
   barrier_init_fence();
 }
 
@@ -87,10 +88,11 @@ struct Pipeline {
   }
 };
 
-// The tile of a number. The shared expert's tiles, which read little, are spread over the experts', which read much.
-__device__ __forceinline__ Work locate(const GemmArgs& a, uint32_t index) {
+// The tile of a number, where the list has `listed`. The shared expert's tiles, which read little, are spread over the
+// experts', which read much.
+__device__ __forceinline__ Work locate(const GemmArgs& a, int listed, uint32_t index) {
   Work work{};
-  const uint32_t own = static_cast<uint32_t>(*a.num_tiles) * a.weights.tiles;
+  const uint32_t own = static_cast<uint32_t>(listed) * a.weights.tiles;
   const int shared_tiles = a.shared.count ? (a.shared_rows + a.tile_tokens - 1) / a.tile_tokens : 0;
   const uint32_t other = static_cast<uint32_t>(shared_tiles) * a.shared.tiles;
   if (index >= own + other) return work;
@@ -115,88 +117,128 @@ __device__ __forceinline__ Work locate(const GemmArgs& a, uint32_t index) {
     const TokenTile tile = a.tiles[token_tile];
     expert = tile.expert;
     work.count = tile.count, work.start = work.x_start = tile.start, work.gathered = a.rows != nullptr;
-    const int last = *a.num_tiles - 1;  // an expert's tiles are neighbours
-    work.again = (token_tile > 0 && a.tiles[token_tile - 1].expert == expert) ||
-                 (token_tile < last && a.tiles[token_tile + 1].expert == expert);
+    // An expert's tiles are neighbours.
+    const int before = a.tiles[max(token_tile - 1, 0)].expert, after = a.tiles[min(token_tile + 1, listed - 1)].expert;
+    work.again = (token_tile > 0 && before == expert) || (token_tile < listed - 1 && after == expert);
   }
   work.weights = w.data + expert * w.expert_bytes() + work.row_tile * w.tile_bytes();
   if (w.multiplier) work.factor = w.multiplier[expert];
   return work;
 }
 
-// The four warps that fetch. A thread copies one 16-byte chunk of every sixteenth token.
-template <Pack P>
-__device__ __forceinline__ void produce(const GemmArgs& a, const StageLayout& layout, uint32_t base, Shared& shared) {
-  constexpr int kHalves = right_halves(P), kRows = most_tokens(P) / 16;
-  const int thread = threadIdx.x - kConsumers, chunk = thread % 8, row0 = thread / 8;
+// The thread that fetches weights. It alone knows which tile is next, and looks it up while there are stages to wait
+// for.
+__device__ __forceinline__ void fetch_weights(const GemmArgs& a, const StageLayout& layout, uint32_t base,
+                                              Shared& shared) {
   const uint32_t stage_bytes = a.weights.stage_bytes();
-  const uint32_t to0 = layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
-  const unsigned char* x = static_cast<const unsigned char*>(a.x);
-  const uint32_t stride = static_cast<uint32_t>(a.x_stride / 16);
-  const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row
+  const int listed = *a.num_tiles;
+  uint32_t index = blockIdx.x;
+  Work work = locate(a, listed, index);
   Pipeline at;
-  if (thread == 0) shared.index = blockIdx.x, shared.next = locate(a, blockIdx.x);
   for (int turn = 0;; ++turn) {
     const int slot = turn % kSlots;
-    if (thread == 0) {
-      barrier_wait(&shared.free[slot], (turn / kSlots & 1) ^ 1);
-      shared.work[slot] = shared.next;
-      barrier_arrive(&shared.ready[slot]);
-    }
-    named_barrier(2, kProducers);
-    const Work& work = shared.work[slot];  // read again and again: registers are few
+    barrier_wait(&shared.free[slot], (turn / kSlots & 1) ^ 1);
+    shared.work[slot] = work;
+    barrier_arrive(&shared.ready[slot]);
     if (work.count == 0) break;
-    auto source = [&](int r) { return work.gathered ? a.rows[work.x_start + r] : work.x_start + r; };
+    const unsigned char* from = work.weights;
+    const int stages = work.stages;
+    const uint64_t policy = a.tuning.keep_weights || work.again ? evict_normal_policy() : evict_first_policy();
+    for (int k = 0; k < stages; ++k) {
+      barrier_wait(&shared.empty[at.stage], at.phase ^ 1);
+      uint64_t* bar = &shared.full[at.stage];
+      barrier_expect(bar, stage_bytes);
+      bulk_copy(base + at.stage * layout.bytes, from, stage_bytes, bar, policy);
+      from += stage_bytes;
+      at.next(layout.stages);
+      // Late enough to leave tiles to others, early enough not to wait.
+      if (k == max(stages - 5, 0)) index = a.counter ? gridDim.x + atomicAdd(a.counter, 1u) : index + gridDim.x;
+      if (k == max(stages - 3, 0)) work = locate(a, listed, index);
+    }
+  }
+}
+
+// The three warps that fetch tokens. A thread copies one 16-byte chunk of every twelfth token; which those are differs
+// within a warp, how many they are does not: what is beyond the last is the last again.
+template <Pack P, int kMost, bool kAlike>
+__device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayout& layout, uint32_t base,
+                                             Shared& shared, int thread) {
+  constexpr int kHalves = right_halves(P), kStep = kFetchers / 8, kRows = (kMost + kStep - 1) / kStep;
+  const int chunk = thread % 8, row0 = thread / 8;
+  // Every other row's chunk has bit 2 of its place turned over: twelve is four more than eight.
+  const uint32_t to0 = base + layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
+  const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row
+  Pipeline at;
+  for (int turn = 0;; ++turn) {
+    const int slot = turn % kSlots;
+    barrier_wait(&shared.ready[slot], turn / kSlots & 1);
+    const Work& work = shared.work[slot];
+    const int count = work.count, start = work.x_start, stages = work.stages;
+    const bool gathered = work.gathered;
+    const unsigned char* work_weights = work.weights;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.free[slot]);
+    if (count == 0) break;
+    auto source = [&](int r) { return static_cast<uint32_t>(gathered ? a.rows[start + r] : start + r); };
+    const uint32_t stride = static_cast<uint32_t>(a.x_stride / 16);
     uint32_t from[kRows];  // in 16 bytes
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      from[i] = row0 + 16 * i < work.count ? static_cast<uint32_t>(source(row0 + 16 * i)) * stride + chunk : 0;
-    }
-    // Of eight threads with the same rows each copies every eighth row's scale: a row of x_blocks beside a row of
-    // x_blocks * 128 bytes.
+    for (int i = 0; i < kRows; ++i) from[i] = source(min(row0 + kStep * i, count - 1)) * stride + chunk;
+    // Scales: a row of x_blocks beside a row of x_blocks * 128 bytes. Where the weights' are alike they are multiplied
+    // with them here, one stage ahead: once, not once a row.
     uint32_t scales[2] = {0, 0};
+    float token_scale[2] = {}, row_scale[2] = {};
+    const unsigned char* row_scales = work_weights + 4 * a.weights.payload;
+    const int second = (a.weights.gated ? 8 : 2 * kUnitRows) * 4;  // the first row that has the other scale
+    auto load_scales = [&](int k) {
+      const unsigned char* of = row_scales + k * static_cast<int64_t>(a.weights.stage_bytes());
+      row_scale[0] = __ldg(reinterpret_cast<const float*>(of));
+      row_scale[1] = __ldg(reinterpret_cast<const float*>(of + second));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) token_scale[i] = __ldg(a.x_scale + scales[i] + k);
+    };
     if constexpr (P == Pack::kFloat8) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (i % 8 == chunk) scales[i / 8] = from[i] / 8;
-      }
+      for (int i = 0; i < 2; ++i) scales[i] = source(min(thread + kFetchers * i, count - 1)) * a.x_blocks;
+      if constexpr (kAlike) load_scales(0);
     }
-    const int rows = (work.count - row0 + 15) / 16;  // this thread's
-    for (int k = 0; k < work.stages; ++k) {
+    const int rows = (count - row0 / 4 * 4 + kStep - 1) / kStep;
+    for (int k = 0; k < stages; ++k) {
       barrier_wait(&shared.empty[at.stage], at.phase ^ 1);
-      const uint32_t stage = base + at.stage * layout.bytes;
+      const uint32_t stage = at.stage * layout.bytes;
       uint64_t* bar = &shared.full[at.stage];
-      if (thread == 0) {
-        barrier_expect(bar, stage_bytes);
-        bulk_copy(stage, work.weights + int64_t(k) * stage_bytes, stage_bytes, bar,
-                  a.tuning.keep_weights || work.again ? evict_normal_policy() : evict_first_policy());
-      }
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const int block = k * kHalves + half;
         const uint32_t bytes = block * 8 + chunk < chunks ? 16 : 0;
-        const unsigned char* block_from = x + (bytes ? block * 128 : 0);
-        const uint32_t to = stage + to0 + half * layout.half;
+        const unsigned char* block_from = static_cast<const unsigned char*>(a.x) + (bytes ? block * 128 : 0);
+        asm volatile("" : "+l"(block_from));  // one sum, not one a row
+        const uint32_t even = stage + to0 + half * layout.half, odd = even ^ 64;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          if (i < rows) copy16(to + i * 2048, block_from + uint64_t(from[i]) * 16, bytes);
+          if (i < rows) copy16((i & 1 ? odd : even) + i * kStep * 128, block_from + uint64_t(from[i]) * 16, bytes);
         }
       }
       if constexpr (P == Pack::kFloat8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int r = chunk + 8 * i;
-          if (r < rows) copy4(stage + layout.scales + (row0 + 16 * r) * 4, a.x_scale + scales[i] + k);
+          const int r = thread + kFetchers * i;
+          const uint32_t to = base + stage + layout.scales + r * 4;
+          if (r >= kMost) continue;
+          if constexpr (kAlike) {
+            store_shared(to, token_scale[i] * row_scale[0]),
+                store_shared(to + kScaleRow, token_scale[i] * row_scale[1]);
+          } else if (r < count) {
+            copy4(to, a.x_scale + scales[i] + k);
+          }
+        }
+        if constexpr (kAlike) {
+          barrier_arrive(bar);
+          if (k + 1 < stages) load_scales(k + 1);
         }
       }
       barrier_arrive_copied(bar);
       at.next(layout.stages);
-      if (thread == 0) {  // late enough to leave tiles to others, early enough not to wait
-        if (k == max(work.stages - 4, 0)) {
-          shared.index = a.counter ? gridDim.x + atomicAdd(a.counter, 1u) : shared.index + gridDim.x;
-        }
-        if (k == max(work.stages - 2, 0)) shared.next = locate(a, shared.index);
-      }
     }
   }
 }

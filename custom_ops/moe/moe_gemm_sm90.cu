@@ -38,8 +38,9 @@ PromptTuning& prompt_tuning() {
   return tuning;
 }
 
-int gemm_sm90_tokens(Pack pack, int64_t tokens) {
-  int most = sm90::most_tokens(pack);
+int gemm_sm90_tokens(Pack pack, int64_t tokens, int64_t average) {
+  const bool few = (pack == Pack::kInt4 || pack == Pack::kInt8) && average <= prompt_tuning().few;
+  int most = few ? sm90::kFewTokens : sm90::most_tokens(pack);
   const int wanted = prompt_tuning().tokens / 16 * 16;
   if (wanted >= 32 && wanted < most) most = wanted;
   return tokens < most ? sm90::tile_columns(pack, static_cast<int>(tokens)) : most;

@@ -9,22 +9,29 @@
 namespace deltafuse::moe {
 namespace sm90 {
 
-template <typename T, Pack P, bool kPlainScales>
-__global__ void __launch_bounds__(kThreads, 1)
+template <typename T, Pack P, int U, bool kPlainScales>
+__global__ void __launch_bounds__(consumers(U) + kProducers, 1)
     gemm_kernel(const __grid_constant__ GemmArgs a, const __grid_constant__ StageLayout layout) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kConsumers = consumers(U), kMost = U == 2 ? most_tokens(P) : kFewTokens;
+  constexpr bool kAlike = P == Pack::kFloat8 && kPlainScales;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ Shared shared;
-  __shared__ __align__(8) float largest[P == Pack::kFloat8 ? 8 : 1][most_tokens(Pack::kFloat8)];
-  __shared__ __align__(8) float inverse[most_tokens(Pack::kFloat8)];
+  __shared__ __align__(8) Largest largest[P == Pack::kFloat8 ? kConsumers / 32 : 1];
+  __shared__ __align__(8) float inverse[P == Pack::kFloat8 ? most_tokens(Pack::kFloat8) : 1];
   unsigned char* memory = dynamic + (1024 - (address(dynamic) & 1023)) % 1024;
-  if (threadIdx.x == 0) init_barriers(shared, layout.stages);
+  if (threadIdx.x == 0) init_barriers(shared, layout.stages, kConsumers, kFetchers * (kAlike ? 2 : 1));
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
-    fewer_registers<40>();
-    produce<P>(a, layout, address(memory), shared);
+    if constexpr (U == 2) fewer_registers<40>();
+    const int thread = static_cast<int>(threadIdx.x) - (kConsumers + kProducers - kFetchers);
+    if (thread >= 0) {
+      fetch_tokens<P, kMost, kAlike>(a, layout, address(memory), shared, thread);
+    } else if (threadIdx.x == kConsumers) {
+      fetch_weights(a, layout, address(memory), shared);
+    }
   } else {
-    more_registers<232>();
+    if constexpr (U == 2) more_registers<232>();
     Reader reader;
     for (int turn = 0;; ++turn) {
       const int slot = turn % kSlots;
@@ -33,10 +40,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (count == 0) break;
       auto consume = [&](auto size) {
         constexpr int N = decltype(size)::value;
-        if constexpr (N <= most_tokens(P) && tile_columns(P, N) == N) {
-          float d[2][N / 2];
-          multiply<T, P, N, kPlainScales>(a, layout, memory, shared, reader, shared.work[slot].stages, turn == 0, d);
-          store<T, P, N>(a, shared.work[slot], largest, inverse, d);
+        if constexpr (N <= kMost && tile_columns(P, N) == N) {
+          float d[U][N / 2];
+          multiply<T, P, N, U, kPlainScales>(a, layout, memory, shared, reader, shared.work[slot].stages, d);
+          const Corner<P, U> corner(address(memory) + reader.before * layout.bytes, a.weights);
+          store<T, P, N, U>(a, shared.work[slot], corner, largest, inverse, d);
+          tensor_fence();  // copies will write where this did
+          reader.release_before(shared);
         }
       };
       switch (tile_columns(P, count) / 16) {
@@ -65,9 +75,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename T, Pack P, bool kPlainScales>
+template <typename T, Pack P, int U, bool kPlainScales>
 cudaError_t launch_kernel(const GemmArgs& a, const DeviceInfo& device, cudaStream_t stream) {
-  const auto kernel = gemm_kernel<T, P, kPlainScales>;
+  const auto kernel = gemm_kernel<T, P, U, kPlainScales>;
   cudaFuncAttributes attributes;
   cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
   if (status != cudaSuccess) return status;
@@ -75,16 +85,23 @@ cudaError_t launch_kernel(const GemmArgs& a, const DeviceInfo& device, cudaStrea
   const int bytes = layout.stages * layout.bytes + 1024;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(device.multiprocessors), kThreads, bytes, stream>>>(a, layout);
+  kernel<<<static_cast<unsigned>(device.multiprocessors), consumers(U) + kProducers, bytes, stream>>>(a, layout);
   return cudaGetLastError();
 }
 
 template <typename T, Pack P>
 cudaError_t launch(const GemmArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   if constexpr (P == Pack::kInt4 || P == Pack::kInt8) {
-    if (a.weights.sub != 1 || a.weights.zeros) return launch_kernel<T, P, false>(a, device, stream);
+    const bool few = a.tile_tokens <= kFewTokens;
+    if (a.weights.sub != 1 || a.weights.zeros) {
+      return few ? launch_kernel<T, P, 1, false>(a, device, stream) : launch_kernel<T, P, 2, false>(a, device, stream);
+    }
+    if (few) return launch_kernel<T, P, 1, true>(a, device, stream);
   }
-  return launch_kernel<T, P, true>(a, device, stream);
+  if constexpr (P == Pack::kFloat8) {
+    if (!a.weights.alike) return launch_kernel<T, P, 2, false>(a, device, stream);
+  }
+  return launch_kernel<T, P, 2, true>(a, device, stream);
 }
 
 }  // namespace sm90

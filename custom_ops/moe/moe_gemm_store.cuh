@@ -21,6 +21,12 @@ __device__ __forceinline__ float greater(float x, float y) {
 
 // The activation and its limits without branches: this code is unrolled over all sums, and code that runs once a tile
 // costs its fetching. SiLU, GELU by tanh (which is x sigmoid(..)) and squared ReLU; GELU by erf takes the other kernel.
+__device__ __forceinline__ float sigmoid_of(float negative) {  // 1 / (1 + 2^negative)
+  float power, share;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(negative));
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(share) : "f"(1.0f + power));
+  return share;
+}
 struct Smooth {
   float linear, cubic;        // of the sigmoid's argument, times -log2 e
   float before, after, most;  // limits of the gate and of the other
@@ -36,10 +42,7 @@ struct Smooth {
     relu2 = a.kind == Activation::kRelu2;
   }
   __device__ __forceinline__ float operator()(float x) const {
-    float power, share;
-    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(x * fmaf(cubic * x, x, linear)));
-    asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(share) : "f"(1.0f + power));
-    const float positive = greater(x, 0.0f);
+    const float share = sigmoid_of(x * fmaf(cubic * x, x, linear)), positive = greater(x, 0.0f);
     return (relu2 ? positive : x) * (relu2 ? positive : share);
   }
   __device__ __forceinline__ float operator()(float gate, float up) const {
@@ -54,138 +57,173 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
-// Four lanes hold a row's words of two groups, a word a lane: each gets two neighbouring words of group t % 2, those
-// from 2 (t / 2) on.
-__device__ __forceinline__ uint2 join(uint32_t x, uint32_t y, int t) {
-  const bool odd = t & 1;
-  const uint32_t other = __shfl_xor_sync(~0u, odd ? x : y, 1);
-  return odd ? make_uint2(other, y) : make_uint2(x, other);
+// Four 8 x 8 matrices of 16-bit numbers, a lane's two of each side by side in a row, to shared memory turned over: lane
+// 8 i + r says where column r of matrix i goes.
+__device__ __forceinline__ void put_turned(uint32_t at, const uint32_t (&w)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(at), "r"(w[0]),
+               "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
 }
-// The same of four groups: lane t gets all of group t.
-__device__ __forceinline__ uint4 join(const uint32_t (&w)[4], int t) {
-  const uint2 x = join(w[0], w[1], t), y = join(w[2], w[3], t);
-  const bool high = t & 2;
-  const uint32_t first = __shfl_xor_sync(~0u, high ? x.x : y.x, 2), second = __shfl_xor_sync(~0u, high ? x.y : y.y, 2);
-  return high ? make_uint4(first, second, y.x, y.y) : make_uint4(x.x, x.y, first, second);
+__device__ __forceinline__ uint4 take(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
 }
-// Two tokens' values of one channel a lane become two channels of one token: token lane / 4 then, channels 2t, 2t + 1.
-template <typename T>
-__device__ __forceinline__ uint32_t turned(float x, float y) {
-  return transpose8(pack_pair(x, y, T()));
+// In one piece, whatever the compiler knows of the address.
+__device__ __forceinline__ void store8(void* to, uint32_t x, uint32_t y) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};\n" ::"l"(to), "r"(x), "r"(y) : "memory");
 }
+__device__ __forceinline__ void store16(void* to, const uint4& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+// Where a warp turns its sums over: two pieces of 512 bytes in the tile's last stage, which are its own rows' weights.
+template <Pack P, int U>
+struct Corner {
+  static constexpr bool kInteger = P == Pack::kInt4 || P == Pack::kInt8;
+  uint32_t at;
+  __device__ __forceinline__ Corner(uint32_t stage, const Packed& w) {
+    const int warp = threadIdx.x / 32;
+    at = stage + warp / 4 * U * w.payload + warp % 4 * (kInteger ? 512 : 2048);
+  }
+  __device__ __forceinline__ uint32_t piece(int i) const { return at + i % 2 * (kInteger ? 2048 : 512); }
+};
 
-// Rows as they are: of the second product, or where there is no gate.
-template <typename T, int N>
-__device__ __forceinline__ void store_rows(const GemmArgs& a, const Work& work, int lane, float (&d)[2][N / 2]) {
-  const int t = lane % 4;
-  const int channel = work.row_tile * 256 + threadIdx.x / 32 * 32 + t * 8;
-  int token = lane / 4;
-  T* to = static_cast<T*>(a.out) + int64_t(work.start + token) * a.out_stride + channel;
-  const bool inside = channel < a.out_cols;
-#pragma unroll
-  for (int b = 0; b < N / 8; ++b) {
+// A warp's sums, turned over: a lane gets eight channels of a token. kJoined: gates and ups have become one. Of
+// matrices that are side by side the warp has kSide, of 32 / kSide tokens at a time.
+template <typename T, int N, int U, bool kJoined>
+struct Turned {
+  static constexpr int kSide = kJoined ? U : 2 * U, kTokens = 32 / kSide, kTurns = (N + kTokens - 1) / kTokens;
+  int lane, token;  // of the first turn
+  uint32_t put, from;
+  __device__ __forceinline__ explicit Turned(int lane) : lane(lane), token(lane / kSide) {
+    put = place_of(lane / 8 / kSide * 8 + lane % 8, lane / 8 % kSide), from = place_of(token, lane % kSide);
+  }
+  // Pieces of a row change places so that lanes meet different banks.
+  static __device__ __forceinline__ uint32_t place_of(int token, int piece) {
+    return token * kSide * 16 + (piece ^ (kSide == 4 ? token / 2 % 4 : kSide == 2 ? token / 4 % 2 : 0)) * 16;
+  }
+  __device__ __forceinline__ int channel(const Work& work) const {
+    const int warp = threadIdx.x / 32;  // one-unit warps: of two neighbouring units, eight warps apart, in turn
+    const int row = U == 2 ? warp * 32 : (warp / 8 * 4 + warp % 4) * 32 + warp / 4 % 2 * 16;
+    return (work.row_tile * 256 + row) / (kJoined ? 2 : 1) + lane % kSide * 8;
+  }
+  __device__ __forceinline__ uint4 turn(uint32_t piece, int i, float (&d)[U][N / 2]) const {
     uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] = turned<T>(d[i / 2][4 * b + i % 2 * 2], d[i / 2][4 * b + i % 2 * 2 + 1]);
+    for (int n = 0; n < 4; ++n) {
+      const int side = n % kSide, half = kJoined ? side : side / 2;
+      const int at = 4 * (i * (4 / kSide) + n / kSide) + (kJoined ? 0 : side % 2 * 2);
+      words[n] = at < N / 2 ? pack_pair(d[half][at], d[half][at + 1], T()) : 0;
     }
-    const uint4 all = join(words, t);
-    if (inside && token < work.count) *reinterpret_cast<uint4*>(to) = all;
-    to += 8 * a.out_stride, token += 8;
+    put_turned(piece + put, words);
+    __syncwarp();
+    return take(piece + from);
   }
-}
+};
 
-// Gates with their ups: 16 channels of a warp.
-template <typename T, int N>
-__device__ __forceinline__ void store_joined(const GemmArgs& a, const Work& work, int lane, float (&d)[2][N / 2]) {
-  const int t = lane % 4;
-  const int channel = work.row_tile * 128 + threadIdx.x / 32 * 16 + (t & 1) * 8 + t / 2 * 4;
-  int token = lane / 4;
-  T* to = static_cast<T*>(a.out) + int64_t(work.start + token) * a.out_stride + channel;
-  const bool inside = channel < a.out_cols;
+template <typename T, Pack P, int N, int U, bool kJoined>
+__device__ __forceinline__ void store_rows(const GemmArgs& a, const Work& work, const Corner<P, U>& corner,
+                                           float (&d)[U][N / 2]) {
+  const Turned<T, N, U, kJoined> turned(fresh_lane());
+  const int channel = turned.channel(work), count = channel < a.out_cols ? work.count - turned.token : 0;
+  T* to = static_cast<T*>(a.out) + int64_t(work.start + turned.token) * a.out_stride + channel;
 #pragma unroll
-  for (int b = 0; b < N / 8; ++b) {
-    const uint2 both = join(turned<T>(d[0][4 * b], d[0][4 * b + 1]), turned<T>(d[1][4 * b], d[1][4 * b + 1]), t);
-    if (inside && token < work.count) *reinterpret_cast<uint2*>(to) = both;
-    to += 8 * a.out_stride, token += 8;
+  for (int i = 0; i < turned.kTurns; ++i) {
+    const uint4 all = turned.turn(corner.piece(i), i, d);
+    if (i * turned.kTokens < count) store16(to, all);
+    to += turned.kTokens * a.out_stride;
   }
 }
 
-// The same as float8: the tile's 128 channels of a token share a scale.
+// Gates with their ups as float8: the tile's 128 channels of a token share a scale. Numbers are bfloat16 on their way.
+using Largest = uint16_t[most_tokens(Pack::kFloat8)];
 template <int N>
-__device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work, int lane,
-                                             float (*largest)[most_tokens(Pack::kFloat8)], float* inverse,
+__device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work,
+                                             const Corner<Pack::kFloat8, 2>& corner, Largest* largest, float* inverse,
                                              float (&d)[2][N / 2]) {
-  const int consumer = threadIdx.x, t = lane % 4;
+  const Turned<__nv_bfloat16, N, 2, true> turned(fresh_lane());
+  constexpr int kTurns = Turned<__nv_bfloat16, N, 2, true>::kTurns;
+  const int consumer = threadIdx.x, token = turned.token;
+  uint4 rows[kTurns];
 #pragma unroll
-  for (int b = 0; b < N / 8; ++b) {
-    float x = fmaxf(fabsf(d[0][4 * b]), fabsf(d[1][4 * b])), y = fmaxf(fabsf(d[0][4 * b + 1]), fabsf(d[1][4 * b + 1]));
+  for (int i = 0; i < kTurns; ++i) {
+    const uint4 v = rows[i] = turned.turn(corner.piece(i), i, d);
+    constexpr uint32_t kSize = 0x7fff7fffu;  // bfloat16 of one sign are in the order of their bits
+    const uint32_t w[4] = {v.x & kSize, v.y & kSize, v.z & kSize, v.w & kSize};
+    uint32_t most = 0;
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, step)), y = fmaxf(y, __shfl_xor_sync(~0u, y, step));
-    }
-    if (lane < 4) *reinterpret_cast<float2*>(&largest[consumer / 32][b * 8 + 2 * t]) = make_float2(x, y);
+    for (int n = 0; n < 4; ++n) most = max(most, max(w[n] >> 16, w[n] & 0xffffu));
+    most = max(most, __shfl_xor_sync(~0u, most, 1));
+    if (turned.lane % 2 == 0) largest[consumer / 32][i * 16 + token] = static_cast<uint16_t>(most);
   }
-  named_barrier(1, kConsumers);
+  named_barrier(1, consumers(2));
   if (consumer < N) {
-    float most = 0.0f;
+    uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) most = fmaxf(most, largest[i][consumer]);
+    for (int i = 0; i < 8; ++i) bits = max(bits, static_cast<uint32_t>(largest[i][consumer]));
+    const float most = __uint_as_float(bits << 16);
     inverse[consumer] = most > 0.0f ? 448.0f / most : 1.0f;
     if (consumer < work.count) {
       a.out_scale[int64_t(work.start + consumer) * a.out_blocks + work.row_tile] = most > 0.0f ? most / 448.0f : 1.0f;
     }
   }
-  named_barrier(1, kConsumers);
-  const int channel = work.row_tile * 128 + consumer / 32 * 16 + (t & 1) * 8 + t / 2 * 4;
-  int token = lane / 4;
-  uint8_t* to = static_cast<uint8_t*>(a.out) + int64_t(work.start + token) * a.out_stride + channel;
+  named_barrier(1, consumers(2));
+  uint8_t* to = static_cast<uint8_t*>(a.out) + int64_t(work.start + token) * a.out_stride + turned.channel(work);
+  const int count = work.count - token;
 #pragma unroll
-  for (int b = 0; b < N / 8; ++b) {
-    const float2 by = *reinterpret_cast<const float2*>(&inverse[b * 8 + 2 * t]);
+  for (int i = 0; i < kTurns; ++i) {
+    const float by = inverse[i * 16 + token];
+    const uint32_t w[4] = {rows[i].x, rows[i].y, rows[i].z, rows[i].w};
     uint32_t bytes[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = turned<__half>(d[half][4 * b] * by.x, d[half][4 * b + 1] * by.y);
-      uint16_t two;
-      asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;\n" : "=h"(two) : "r"(pair));
-      bytes[half] = two;
+    for (int n = 0; n < 2; ++n) {
+      const float2 x = unpack_pair(w[2 * n], __nv_bfloat16()), y = unpack_pair(w[2 * n + 1], __nv_bfloat16());
+      uint16_t low, high;
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(low) : "f"(x.y * by), "f"(x.x * by));
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(high) : "f"(y.y * by), "f"(y.x * by));
+      bytes[n] = low | static_cast<uint32_t>(high) << 16;
     }
-    const uint2 both = join(bytes[0], bytes[1], t);
-    if (token < work.count) *reinterpret_cast<uint32_t*>(to) = both.x | both.y << 16;
-    to += 8 * a.out_stride, token += 8;
+    if (i * 16 < count) store8(to, bytes[0], bytes[1]);
+    to += 16 * a.out_stride;
   }
 }
 
-template <typename T, Pack P, int N>
-__device__ __forceinline__ void store(const GemmArgs& a, const Work& work, float (*largest)[most_tokens(Pack::kFloat8)],
-                                      float* inverse, float (&d)[2][N / 2]) {
-  const int lane = fresh_lane();
-  if (a.weights.multiplier) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) d[0][i] *= work.factor, d[1][i] *= work.factor;
-  }
+template <typename T, Pack P, int N, int U>
+__device__ __forceinline__ void store(const GemmArgs& a, const Work& work, const Corner<P, U>& corner, Largest* largest,
+                                      float* inverse, float (&d)[U][N / 2]) {
+  const bool joined = a.activate && a.weights.gated;
+  // What most models have, in few steps.
+  const bool silu = a.activity.kind == Activation::kSilu && a.activity.clamp == Clamp::kNone;
   const Smooth smooth(a.activity);
-  if (!(a.activate && a.weights.gated)) {
-    if (a.activate) {
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) d[0][i] = smooth(d[0][i]), d[1][i] = smooth(d[1][i]);
-      pin(d[0]), pin(d[1]);
+  for (int half = 0; half < U; ++half) {
+    if (a.weights.multiplier) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) d[half][i] *= work.factor;
     }
-    return store_rows<T, N>(a, work, lane, d);
-  }
+    if (!a.activate) continue;
+    if (!joined) {
 #pragma unroll
-  for (int b = 0; b < N / 8; ++b) {
+      for (int i = 0; i < N / 2; ++i) d[half][i] = smooth(d[half][i]);
+    } else if (silu) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      d[half][4 * b] = smooth(d[half][4 * b], d[half][4 * b + 2]);
-      d[half][4 * b + 1] = smooth(d[half][4 * b + 1], d[half][4 * b + 3]);
+      for (int i = 0; i < N / 2; i += i % 4 ? 3 : 1) {
+        d[half][i] = d[half][i] * sigmoid_of(-1.4426950408889634f * d[half][i]) * d[half][i + 2];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < N / 2; i += i % 4 ? 3 : 1) d[half][i] = smooth(d[half][i], d[half][i + 2]);
     }
   }
+  if (!joined) return store_rows<T, P, N, U, false>(a, work, corner, d);
   if constexpr (P == Pack::kFloat8) {
-    if (a.out_scale) return store_float8<N>(a, work, lane, largest, inverse, d);
+    if (a.out_scale) return store_float8<N>(a, work, corner, largest, inverse, d);
   }
-  store_joined<T, N>(a, work, lane, d);
+  store_rows<T, P, N, U, true>(a, work, corner, d);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

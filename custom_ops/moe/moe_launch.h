@@ -31,6 +31,7 @@ struct Packed {
   int32_t zeros = 0;  // 1: zero points follow the scales; 0: they are `middle`
   int32_t count = 0;  // experts
   int32_t rows = 0, cols = 0;
+  int32_t alike = 0;  // float8: the tile's gates share their scales, and its ups; without gates each 128 rows do
   int32_t gated = 0;  // 1: rows are channels' gates, then their ups, stored beside each other
   int32_t tiles = 0;  // of 256 rows
   int32_t stages = 0;
@@ -97,8 +98,7 @@ struct PromptTuning {
   int32_t stages = 0;         // in flight; 0: as many as fit
   int32_t dynamic = 1;        // tiles are taken from a counter; 0: dealt out in advance
   int32_t keep_weights = 0;   // 0: weights that are read once leave the L2 first
-  int32_t skew = 1;           // the second warpgroup begins a stage later than the first
-  int32_t drain = -1;         // a stage's products end before it is given back at once; -1: where tiles have few tokens
+  int32_t few = 32;           // experts with so many tokens on average, or fewer, take integers' kernel for few tokens
   int32_t merge = 1;          // the shared expert's tiles lie among the experts'
   int32_t fast_logits = 512;  // from so many tokens on most logits come from the bfloat16 tensor cores; 0: never
 };
@@ -169,9 +169,10 @@ cudaError_t launch_float8(const Float8Args& args, DType dtype, cudaStream_t stre
 cudaError_t launch_shared_tiles(TokenTile* tiles, int32_t* num_tiles, int tokens, int tile_tokens, cudaStream_t stream);
 cudaError_t launch_gemm_sm90(const GemmArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_gemm_sm80(const GemmArgs& args, DType dtype, int64_t max_tiles, cudaStream_t stream);
-int gemm_sm90_tokens(Pack pack, int64_t tokens);  // of a tile, at most, in a call of so many
-PromptTuning& prompt_tuning();                    // the process's
-constexpr int kGemmTokens = 64;                   // the same of the kernel for all GPUs
+// Of a tile, at most, in a call of so many tokens that gives experts `average` of them.
+int gemm_sm90_tokens(Pack pack, int64_t tokens, int64_t average);
+PromptTuning& prompt_tuning();   // the process's
+constexpr int kGemmTokens = 64;  // the same of the kernel for all GPUs
 bool gemm_sm90_compiled();
 cudaError_t compiled_capability(int* capability);
 // The router alone, for benchmarks and tests: steps 1 logits, 2 selection, 4 the first pass of fast logits. Logits lie

@@ -9,7 +9,8 @@ namespace {
 using namespace sm90;
 
 constexpr int kTokens = 128, kTermBytes = 32768, kRightBytes = kTokens * 128;
-constexpr int kStagesHere = 4;  // at most
+constexpr int kStagesHere = 4;                                                  // at most
+constexpr int kMultiply = 256, kFetch = 128, kSumThreads = kMultiply + kFetch;  // threads: two warpgroups, and one
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -19,7 +20,7 @@ struct Barriers {
 
 __device__ __forceinline__ void fetch(const RouterArgs& a, const FastLogits& f, uint32_t base, int stages,
                                       Barriers& barriers) {
-  const int thread = threadIdx.x - kConsumers, chunk = thread % 8, row0 = thread / 8;
+  const int thread = threadIdx.x - kMultiply, chunk = thread % 8, row0 = thread / 8;
   const int first = blockIdx.y * kTokens;
   const uint32_t weight_bytes = f.terms * kTermBytes, stage_bytes = weight_bytes + kRightBytes;
   const unsigned char* weights = f.weights + int64_t(blockIdx.x) * f.stages * weight_bytes;
@@ -68,18 +69,18 @@ __device__ __forceinline__ void add_up(const RouterArgs& a, const FastLogits& f,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // The smaller terms first.
-      const uint32_t left = stage + (kTerms - 1) * kTermBytes + (unit0 + half) * 8192;
+      const uint32_t left = place(stage + (unit0 + half) * 8192), b = place(right);
+      constexpr int kLast = (kTerms - 1) * kTermBytes;
       fence();
-      Product<kTokens>::fresh<__nv_bfloat16>(part, descriptor(left), descriptor(right));
+      Product<kTokens>::fresh<__nv_bfloat16>(part, descriptor(left, kLast), descriptor(b, 0));
 #pragma unroll
       for (int s = 1; s < 4; ++s) {
-        Product<kTokens>::shared<__nv_bfloat16>(part, descriptor(left + s * 32), descriptor(right + s * 32));
+        Product<kTokens>::shared<__nv_bfloat16>(part, descriptor(left, kLast + s * 32), descriptor(b, s * 32));
       }
       if constexpr (kTerms == 2) {
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
-          Product<kTokens>::shared<__nv_bfloat16>(part, descriptor(left - kTermBytes + s * 32),
-                                                  descriptor(right + s * 32));
+          Product<kTokens>::shared<__nv_bfloat16>(part, descriptor(left, s * 32), descriptor(b, s * 32));
         }
       }
       commit();
@@ -117,7 +118,7 @@ __device__ __forceinline__ void add_up(const RouterArgs& a, const FastLogits& f,
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <int kTerms>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kSumThreads, 1)
     sums_kernel(const __grid_constant__ RouterArgs a, const __grid_constant__ FastLogits f, int stages) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char dynamic[];
@@ -125,13 +126,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t base = (address(dynamic) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; ++i) {
-      barrier_init(&barriers.full[i], kProducers + 1);
-      barrier_init(&barriers.empty[i], kConsumers / 32);
+      barrier_init(&barriers.full[i], kFetch + 1);
+      barrier_init(&barriers.empty[i], kMultiply / 32);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x >= kConsumers) {
+  if (threadIdx.x >= kMultiply) {
     fewer_registers<40>();
     fetch(a, f, base, stages, barriers);
   } else {
@@ -154,7 +155,7 @@ cudaError_t launch_sums_sm90(const RouterArgs& args, const FastLogits& f, const 
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
   const dim3 grid(static_cast<unsigned>(f.tiles), static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens));
-  kernel<<<grid, kThreads, bytes, stream>>>(args, f, stages);
+  kernel<<<grid, kSumThreads, bytes, stream>>>(args, f, stages);
   return cudaGetLastError();
 }
 

@@ -156,10 +156,11 @@ __device__ __forceinline__ uint32_t address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// A matrix of rows of 128 swizzled bytes, eight rows a kilobyte.
-__device__ __forceinline__ uint64_t descriptor(uint32_t shared) {
-  return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(64) << 32) | (static_cast<uint64_t>(1) << 16) |
-         ((shared & 0x3ffff) >> 4);
+// A matrix of rows of 128 swizzled bytes, eight rows a kilobyte, as the low half of its descriptor; from there `bytes`
+// further on is one addition.
+__device__ __forceinline__ uint32_t place(uint32_t shared) { return 1u << 16 | (shared & 0x3ffff) >> 4; }
+__device__ __forceinline__ uint64_t descriptor(uint32_t place, int bytes) {
+  return static_cast<uint64_t>(0x40000040u) << 32 | (place + bytes / 16);
 }
 
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
@@ -224,6 +225,9 @@ __device__ __forceinline__ uint64_t evict_normal_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(policy));
   return policy;
+}
+__device__ __forceinline__ void store_shared(uint32_t shared, float x) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(shared), "f"(x) : "memory");
 }
 // A thread's own copies of 16 bytes (`bytes` 0: zeros instead) or 4.
 __device__ __forceinline__ void copy16(uint32_t shared, const void* global, uint32_t bytes) {

@@ -2,7 +2,7 @@
 
     python tests/gpu/tune_moe_prompt.py                      # Ling-3.0-flash, 8192 tokens, four formats: under a minute
     python tests/gpu/tune_moe_prompt.py --form bf16 --kernels
-    python tests/gpu/tune_moe_prompt.py --only tokens=96 --only stages=3,skew=0
+    python tests/gpu/tune_moe_prompt.py --only tokens=96 --only stages=3,merge=0
 
 A way is a set of PromptTuning's settings (custom_ops/moe/moe_launch.h); the first line of a table is the kernels' own
 choice, which is compared with float64 before anything is timed. Every other way must give the same bits (of
@@ -27,15 +27,15 @@ from gpu.moe_runner import Call, Kernels, Layer, find_library, tolerance
 
 Way = dict[str, int]
 DEFAULTS: Way = {
-    "tokens": 0, "stages": 0, "dynamic": 1, "keep_weights": 0, "skew": 1, "drain": -1, "merge": 1, "fast_logits": 512,
+    "tokens": 0, "stages": 0, "dynamic": 1, "keep_weights": 0, "few": 32, "merge": 1, "fast_logits": 512,
 }  # fmt: skip
 WAYS: tuple[Way, ...] = (
     {},
     {"dynamic": 0},
     {"merge": 0},
     {"keep_weights": 1},
-    {"skew": 0},
-    {"drain": 1},
+    {"few": 0},
+    {"few": 1024},
     {"stages": 2},
     {"stages": 3},
     {"tokens": 160},
@@ -58,9 +58,7 @@ def drive(kernels: Kernels, way: Way) -> None:
 def applies(form: str, way: Way) -> bool:
     """Settings that are what the format does anyway are left out."""
     most = {"int4:128": 128, "int8:128": 128, "fp8:128x128": 160}.get(form, 192)
-    if form in ("bf16", "fp8:128x128") and "drain" in way:
-        return False
-    if form == "fp8:128x128" and "skew" in way:
+    if form in ("bf16", "fp8:128x128") and "few" in way:
         return False
     return way.get("tokens", 0) < most
 
