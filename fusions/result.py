@@ -130,11 +130,11 @@ class QuantizationReport:
     schemes: dict[str, str] = field(default_factory=dict)
     calibration: str = ""
     tensors: list[QuantizedTensor] = field(default_factory=list)
-    caches: list[QuantizedCache] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
     algorithm: str = "nearest"
+    caches: list[QuantizedCache] = field(default_factory=list)
 
 
 @dataclass

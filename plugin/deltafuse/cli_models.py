@@ -233,8 +233,9 @@ def calibrate_command(
 ) -> None:
     """Write the statistics of a model's activations on sample inputs, for quantization.
 
-    For the inputs of every product with a weight, and for every state that is carried: the largest absolute value and
-    the mean square of each channel. With --rows, rows of the former too.
+    For the inputs of every product with a weight, for every state that is carried and for the latents that fused latent
+    attention caches: the largest absolute value and the mean square of each channel. With --rows, rows of the first and
+    the last too.
     """
     check_file_name(output, "--output", "--json prints the summary on standard output")
     with clear_errors(as_json):

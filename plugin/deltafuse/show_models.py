@@ -132,9 +132,9 @@ def calibration_summary(done: Calibration, output: Path) -> dict[str, Any]:
 def calibration(done: Calibration, output: Path, out: Console) -> None:
     """What was looked at, and the largest values."""
     kinds = [kind for entry in done.tensors.values() for kind in entry.kinds]
+    latents = f", {kinds.count('latent')} latents that are cached" if "latent" in kinds else ""
     out.print(
-        f"{kinds.count('weight')} inputs of products with weights, {kinds.count('cache')} states and "
-        f"{kinds.count('latent')} latents before they are cached, "
+        f"{kinds.count('weight')} inputs of products with weights and {kinds.count('cache')} states{latents}, "
         f"{done.tokens:,} tokens in {done.sequences} sequences"
     )
     table = show.table_of()

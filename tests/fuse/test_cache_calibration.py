@@ -82,7 +82,7 @@ def test_from_the_command_line(kimi: Path, tmp_path: Path) -> None:
     """Calibrate, fuse with weights besides, the report in three forms, verify, run."""
     data, output, page = tmp_path / "data.npz", tmp_path / "out.onnx", tmp_path / "out.html"
     printed = command("calibrate", kimi, "-o", data, "--samples", "3", "--length", "12")
-    assert "inputs of products with weights, 4 states and" in printed
+    assert "inputs of products with weights and 4 states, " in printed
     asked = ["--quantize", "cache=int8,experts=int8:8", "--calibration", data, "--no-verify"]
     report = json.loads(command("fuse", kimi, "-o", output, *asked, "--json"))["quantization"]
     assert report["schemes"] == {"cache": "int8", "experts": "int8:8"}

@@ -30,10 +30,10 @@ from onnx import TensorProto, helper
 
 VOCABULARY = 20
 KINDS = {"int8": "cache=int8", "float8": "cache=fp8:128"}
-#: Growing, of one size, packed, with a head's axis and without, of keys and values before, float16, two layers.
+#: Growing, of one size, packed, with a head's axis, of keys and values before, float16, two layers, opset 18.
 EXPORTS = [
     *("mla_window_decode", "mla_packed", "mla_scatter", "mla_deepseek_v3_static", "mla_one_product", "mla_latent_f16"),
-    *("mla_expanded", "mla_static", "dsv3_wrap_decode_dyn_batched"),
+    *("mla_expanded", "mla_static", "dsv3_wrap_decode_dyn_batched", "bailing_decode_op18"),
 ]
 
 
