@@ -11,6 +11,8 @@ from .symbolic import Symbolic
 #: Largest table whose entries are compared, in elements.
 _TABLE = 1 << 20
 _OPS = ("Cast", "Cos", "Gather", "GatherND", "Sin", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+#: The same where angles are made of positions, and cosines of angles: some layers make their own.
+_ANGLES = ("Concat", "Expand", "MatMul", "Mul", "Reshape")
 
 
 def merge_equal(graph: ir.Graph) -> int:
@@ -20,7 +22,11 @@ def merge_equal(graph: ir.Graph) -> int:
     first: dict[tuple[object, ...], ir.Node] = {}
     count = 0
     for node in list(graph):
-        if not is_op(node, *_OPS) or node.outputs[0].is_graph_output() or view.is_const(node.outputs[0]):
+        if (
+            not (is_op(node, *_OPS) or (is_op(node, *_ANGLES) and _of_angles(node)))
+            or node.outputs[0].is_graph_output()
+            or view.is_const(node.outputs[0])
+        ):
             continue
         key = _key(view, symbolic, node)
         known = first.setdefault(key, node)
@@ -29,6 +35,21 @@ def merge_equal(graph: ir.Graph) -> int:
             graph.remove(node, safe=True)
             count += 1
     return count
+
+
+def _of_angles(node: ir.Node) -> bool:
+    """Do a cosine or a sine come out of it, or go into it?"""
+    if any(v is not None and is_op(v.producer(), "Cos", "Sin") for v in node.inputs):
+        return True
+    stack, seen = [node], {node}
+    while stack and len(seen) < 16:
+        for user, _ in stack.pop().outputs[0].uses():
+            if is_op(user, "Cos", "Sin"):
+                return True
+            if user not in seen and is_op(user, *_OPS, *_ANGLES):
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def _table(view: GraphView, value: ir.Value | None) -> object:
@@ -52,6 +73,6 @@ def _key(view: GraphView, symbolic: Symbolic, node: ir.Node) -> tuple[object, ..
             except Unknown:
                 inputs.append(value)
         else:
-            inputs.append(value)
+            inputs.append(_table(view, value))
     attributes = tuple((n, str(a.value)) for n, a in sorted(node.attributes.items()))
     return (node.op_type, *inputs, attributes)

@@ -82,6 +82,8 @@ def _whole(view: GraphView, node: ir.Node, past: ir.Value, index: ir.Value, new:
     dims, rank = static_dims(index), rank_of(past)
     if dims is None or rank is None or rank < 3 or len(dims) != rank or dims[-1] != rank - 1 or view.is_const(past):
         return None
+    if not _covers(new, past, rank - 2):
+        return None
     return Join(node, past, new, node.outputs[0], rank - 2, index, way="whole")
 
 
@@ -90,7 +92,9 @@ def _elements(view: GraphView, node: ir.Node, past: ir.Value, index: ir.Value, n
     if rank is None or past.producer() is not None or view.is_const(past):
         return None
     axis = attribute_int(node, "axis", 0) % rank
-    return None if axis in (0, rank - 1) else Join(node, past, new, node.outputs[0], axis, index, rank - axis)
+    if axis in (0, rank - 1) or not _covers(new, past, axis):
+        return None
+    return Join(node, past, new, node.outputs[0], axis, index, rank - axis)
 
 
 def _chosen(view: GraphView, node: ir.Node) -> Join | None:
@@ -104,9 +108,16 @@ def _chosen(view: GraphView, node: ir.Node) -> Join | None:
         dims, rank, truths = static_dims(new), rank_of(past), static_dims(index)
         if dims is None or rank is None or truths is None or len(truths) < 2 or rank < 3 or len(dims) != rank:
             continue
-        if dims[-2] == 1 and truths[-1] == 1 and all(d == 1 for d in truths[:-2]):
+        if dims[-2] == 1 and truths[-1] == 1 and all(d == 1 for d in truths[:-2]) and _covers(new, past, rank - 2):
             return Join(node, past, new, node.outputs[0], rank - 2, index, way=way)
     return None
+
+
+def _covers(value: ir.Value, past: ir.Value, axis: int) -> bool:
+    """Has it a cache's size on all axes but one? What has less is written to a part of the cache, or spread over it."""
+    if value.shape is None or past.shape is None or len(value.shape) != len(past.shape):
+        return False
+    return all(i == axis or a == b for i, (a, b) in enumerate(zip(value.shape, past.shape, strict=True)))
 
 
 def _undoes(node: ir.Node, order: list[int]) -> bool:

@@ -175,6 +175,8 @@ def ends_of(view: GraphView, core: Core) -> list[End]:
             weight = next((v for v in user.inputs if v is not None and view.is_const(v)), None)
             if weight is None or weight.shape is None or len(weight.shape) < 3:
                 break
+            if len(user.outputs[0].shape or (0,) * 4) < 4:
+                break  # it takes all heads together: the projection behind them
             end.weights.append((user, weight))
             labels = einsum_labels(user) if is_op(user, "Einsum") else labels
         elif is_op(user, "Slice", "Split") and (width := _kept_width(view, user, value)) is not None:

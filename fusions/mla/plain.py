@@ -4,6 +4,8 @@
 - A mask of two or three axes gets four.
 - ``RotaryEmbedding``, which torch.onnx makes of rotations from opset 23 on, and ONNX Runtime's own, which onnxscript's
   fusions for it make, become their sums and products.
+- An ``Einsum`` with a layer's weight of three axes becomes a ``MatMul`` with two and a ``Reshape``. One of three
+  operands behind an attention, the last one such a weight, becomes two.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..graph import GraphView, attribute_float, attribute_int, is_op, rank_of, static_dims
-from .core import is_anchor, leads_to_product
+from ..graph import GraphView, attribute_float, attribute_int, attribute_string, is_op, rank_of, static_dims
+from .core import is_anchor, is_product, leads_to_product
 from .masks import nothing
 
 
@@ -38,6 +40,9 @@ class Plain:
             elif is_op(node, "Add"):
                 for i in (0, 1):
                     self._widen(view, node, i)
+            elif is_op(node, "Einsum"):
+                self._halve(view, node)
+                self._flatten(view, node)
             elif node.op_type == "RotaryEmbedding" and (operands := _operands(node)) is not None:
                 self._spell(node, *operands)
 
@@ -100,6 +105,96 @@ class Plain:
         def undo() -> None:
             if node.graph is not None and node.inputs[index] is wide:
                 node.replace_input_with(index, made[0].inputs[0])
+            self._drop(made)
+
+        self._undo.append(undo)
+
+    # --- layers -----------------------------------------------------------------------------------------------------
+
+    def _halve(self, view: GraphView, node: ir.Node) -> None:
+        """Let a product of probabilities, values and a projection be two products."""
+        equation = attribute_string(node, "equation", "")
+        terms, right = _terms(equation)
+        if len(node.inputs) != 3 or len(terms) != 3 or not right or any(len(set(t)) != len(t) for t in terms):
+            return
+        a, b, weight = node.inputs
+        if (
+            a is None
+            or b is None
+            or weight is None
+            or not view.is_const(weight)
+            or view.is_const(a)
+            or view.is_const(b)
+        ):
+            return
+        if a.shape is None or b.shape is None or not _leads_to_softmax(a):
+            return
+        kept = [c for c in dict.fromkeys(terms[0] + terms[1]) if c in terms[2] or c in right]
+        sizes = dict(zip(terms[0] + terms[1], [*a.shape, *b.shape], strict=True))
+        made: list[ir.Node] = []
+        first = {"equation": f"{terms[0]},{terms[1]}->{''.join(kept)}"}
+        shape = ir.Shape([sizes[c] for c in kept])
+        product = self._add(made, f"{node.outputs[0].name}__first", "Einsum", [a, b], a.dtype, shape, first)
+        self.graph.insert_before(node, made)
+
+        def become(inputs: Sequence[ir.Value | None], text: str) -> None:
+            node.resize_inputs(len(inputs))
+            for i, value in enumerate(inputs):
+                node.replace_input_with(i, value)
+            node.attributes["equation"] = ir.AttrString("equation", text)
+
+        become([product, weight], f"{''.join(kept)},{terms[2]}->{right}")
+
+        def undo() -> None:
+            if node.graph is not None and node.inputs[0] is product and made[0].graph is not None:
+                become([*made[0].inputs, node.inputs[1]], equation)
+            self._drop(made)
+
+        self._undo.append(undo)
+
+    def _flatten(self, view: GraphView, node: ir.Node) -> None:
+        """Let a layer with a weight [channels, heads, channels of a head] be one with two axes."""
+        equation = attribute_string(node, "equation", "")
+        terms, right = _terms(equation)
+        if len(node.inputs) != 2 or len(terms) != 2 or not right:
+            return
+        x, weight = node.inputs
+        dims = None if weight is None else static_dims(weight)
+        if (
+            x is None
+            or weight is None
+            or x.shape is None
+            or dims is None
+            or not view.is_const(weight)
+            or view.is_const(x)
+        ):
+            return
+        data, own = terms
+        plain = len(data) == 3 and len(own) == 3 and len(set(data + own)) == 5 and own[0] == data[2]
+        if not plain or right != data[:2] + own[1:] or None in dims or not _feeds_attention(node):
+            return
+        _, heads, width = (d for d in dims if d is not None)
+        made: list[ir.Node] = []
+        stem, lead = f"{node.outputs[0].name}__layer", list(x.shape[:2])
+        shape = self._constant(stem, (0, 0, heads, width))
+        flat = self._flat(weight, dims[0] or 0, heads * width)
+        product = self._add(made, stem, "MatMul", [x, flat], x.dtype, ir.Shape([*lead, heads * width]))
+        self.graph.insert_before(node, made)
+
+        def become(kind: str, inputs: Sequence[ir.Value | None]) -> None:
+            node.op_type = kind
+            node.attributes.clear()
+            for i, value in enumerate(inputs):
+                node.replace_input_with(i, value)
+
+        become("Reshape", [product, shape])
+
+        def undo() -> None:
+            if node.graph is not None and node.inputs[0] is product and made[0].graph is not None:
+                become("Einsum", [made[0].inputs[0], weight])
+                node.attributes["equation"] = ir.AttrString("equation", equation)
+                if not shape.uses():
+                    self.graph.initializers.pop(str(shape.name), None)
             self._drop(made)
 
         self._undo.append(undo)
@@ -233,6 +328,23 @@ class Plain:
         self._constants.add(value)
         return value
 
+    def _flat(self, weight: ir.Value, rows: int, columns: int) -> ir.Value:
+        """A constant's numbers with two axes; they are read when they are wanted."""
+        name = f"{weight.name}__{rows}_{columns}"
+        known = self.graph.initializers.get(name)
+        tensor = weight.const_value
+        if known is not None or tensor is None:
+            return weight if known is None else known
+
+        def read() -> ir.TensorProtocol:
+            return ir.tensor(tensor.numpy().reshape(rows, columns), dtype=tensor.dtype, name=name)
+
+        lazy = ir.LazyTensor(read, tensor.dtype, ir.Shape([rows, columns]), name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape([rows, columns]), const_value=lazy)
+        self.graph.register_initializer(value)
+        self._constants.add(value)
+        return value
+
     def _drop(self, nodes: Sequence[ir.Node]) -> None:
         """Remove nodes that nothing reads."""
         for node in reversed(nodes):
@@ -259,12 +371,30 @@ def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value | N
     return None if x is None or cos is None or sin is None else (x, cos, sin, places)
 
 
+def _terms(equation: str) -> tuple[list[str], str]:
+    """The operands' letters of an Einsum and its result's, or none."""
+    left, _, right = equation.replace(" ", "").partition("->")
+    return ([], "") if "." in equation else (left.split(","), right)
+
+
+def _leads_to_softmax(value: ir.Value) -> bool:
+    """Are they probabilities, maybe cast or guarded?"""
+    for _ in range(6):
+        node = value.producer()
+        if is_op(node, "Softmax"):
+            return True
+        if node is None or not is_op(node, "Cast", "Where", "Identity") or node.inputs[-1] is None:
+            return False
+        value = node.inputs[-1]
+    return False
+
+
 def _feeds_attention(node: ir.Node) -> bool:
     """Reads an attention, by steps other than linear layers, what the node gives?"""
     stack, seen = [node], {node}
     while stack and len(seen) < 400:
         for user in (u for v in stack.pop().outputs for u, _ in v.uses()):
-            if is_anchor(user):
+            if is_anchor(user) or (is_product(user) and any(v and _leads_to_softmax(v) for v in user.inputs)):
                 return True
             if user not in seen and not (is_op(user, "MatMul", "Gemm") and any(_is_weight(v) for v in user.inputs)):
                 seen.add(user)

@@ -95,7 +95,7 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         k_flow,
         v_flow,
         latent,
-        others[0] if others else None,
+        _own_part(view, others[0], k_flow, turned=False) if others else None,
         [layer[2] for layer in layers if layer is not None],
         [layer[3] for layer in layers if layer is not None],
         order,
@@ -140,8 +140,8 @@ def _query_of_each(q_flows: list[Flow], k_flows: list[Flow], own: ir.Value) -> l
 
 
 def _own_part(view: GraphView, leaf: ir.Value, flow: Flow, turned: bool) -> ir.Value:
-    """What queries take of a layer that gives more, such as an output gate behind each head's query, or a part that has
-    a norm of its own; ``turned``: behind a transpose too."""
+    """What queries or rotary keys take of a layer that gives more, such as an output gate behind each head's query or
+    a part that has a norm of its own; ``turned``: behind a transpose too."""
     value = leaf
     for _ in range(4):
         users = [u for u in view.users(value) if u in flow.nodes]
@@ -153,7 +153,7 @@ def _own_part(view: GraphView, leaf: ir.Value, flow: Flow, turned: bool) -> ir.V
             dims, whole = static_dims(read[0]) if read else None, static_dims(value)
             cut = dims is not None and whole is not None and len(dims) == 4 and dims[:3] == whole[:3]
             return read[0] if cut and len(read) == 1 else leaf
-        if not is_op(user, "Reshape", "Cast", "Identity") and not (turned and is_op(user, "Transpose")):
+        if not is_op(user, "Reshape", "Cast", "Identity", "Unsqueeze") and not (turned and is_op(user, "Transpose")):
             return leaf
         value = user.outputs[0]
     return leaf

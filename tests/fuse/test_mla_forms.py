@@ -296,3 +296,140 @@ def test_multi_head_attention_with_heads_in_another_order() -> None:
     export = library.export("mla_one_product_sdpa")
     kit.same(model, after, *map(export.feeds, export.bindings))
     assert report.count("mla") == 0
+
+
+# --- layers with weights of three axes --------------------------------------------------------------------------------
+
+
+def by_einsum(queries: str = "bsd,dhk->bshk", keys: str = "btc,chn->bthn", end: str = "bhqk,bhkv,hvd->bqd") -> Edit:
+    """Layers of `mla_half` as `Einsum` with weights [channels, heads, width]; the last one with the values' product."""
+
+    def weight(e: Editor, name: str, equation: str) -> str:
+        whole = e.array(name)
+        own, right = equation.partition("->")[0].split(",")[-1], equation.partition("->")[2]
+        three = whole.reshape(-1, 3, whole.shape[1] // 3)
+        return e.const(np.transpose(three, [{own[0]: 0, right[2]: 1, right[3]: 2}[c] for c in own]))
+
+    def edit(e: Editor) -> None:
+        for view, equation in (("transpose", queries), ("transpose_1", keys)):
+            turn = next(n for n in e.graph.node if n.output[0] == view)
+            apart = next(n for n in e.graph.node if n.output[0] == turn.input[0])
+            layer = next(n for n in e.graph.node if n.output[0] == apart.input[0])
+            made = e.make("Einsum", layer.input[0], weight(e, layer.input[1], equation), equation=equation)
+            e.read(turn.name, 0, made)
+        product = e.node("node_matmul_1")
+        final = next(n for n in e.graph.node if n.output[0] == e.graph.output[0].name)
+        out = e.const(e.array(final.input[1]).reshape(3, 6, -1))
+        final.op_type = "Einsum"
+        final.input[:] = [*product.input, out]
+        e.attributes(final.name, equation=end)
+
+    return edit
+
+
+def test_layers_of_three_axes() -> None:
+    model = edited("mla_half", by_einsum())
+    assert sum(n.op_type == "Einsum" for n in model.graph.node) == 3
+    kit.same(library.export("mla_half").proto(), model, library.export("mla_half").feeds())
+    report, after = kit.fuse(model)
+    assert report.count("mla") == 1, kit.why(report)
+    assert not {"Softmax"} & kit.ops(after.graph)
+    kit.same(model, after, *(library.feeds_for(model, {"S": n}) for n in (4, 11, 70)))
+
+
+def test_layers_of_three_axes_come_back_where_nothing_is_fused() -> None:
+    model = edited("mla_half", by_einsum(), lambda e: e.after(VALUE, "Tanh") and None)
+    report, after = kit.fuse(model)
+    assert report.count("mla") == 0
+    count = {n.name: n for n in after.graph.node if n.op_type == "Einsum"}
+    before = {n.name: n for n in model.graph.node if n.op_type == "Einsum"}
+    assert {k: n.attribute[0].s for k, n in count.items()} == {k: n.attribute[0].s for k, n in before.items()}
+    assert [len(n.input) for n in count.values()] == [len(n.input) for n in before.values()]
+    assert {t.name for t in after.graph.initializer} <= {t.name for t in model.graph.initializer} | {
+        t.name for t in after.graph.initializer if "folded" in t.name
+    }
+    kit.same(model, after, library.feeds_for(model, {"S": 9}))
+
+
+@pytest.mark.parametrize("other", [{"queries": "bsd,dkh->bshk"}, {"keys": "btc,cnh->bthn"}])
+def test_layers_in_other_orders_are_right_or_left(other: dict[str, str]) -> None:
+    model = edited("mla_half", by_einsum(**other))
+    _, after = kit.fuse(model)
+    kit.same(model, after, library.feeds_for(model, {"S": 9}))
+
+
+def test_angles_made_twice_are_the_same() -> None:
+    """Rotations that compute their own cosines from the positions, as exports that are not optimised leave them."""
+    export = library.export("mla_mrope_sections")
+
+    def twice(e: Editor) -> None:
+        producers = {o: n for n in e.graph.node for o in n.output}
+
+        def turns(value: str) -> bool:
+            node = producers.get(value)
+            if node is None or node.op_type not in ("Cos", "Sin", "Unsqueeze", "Cast"):
+                return False
+            return node.op_type in ("Cos", "Sin") or turns(node.input[0])
+
+        def copy(value: str) -> str:
+            node = producers.get(value)
+            if node is None or node.op_type not in ("Cos", "Sin", "Unsqueeze", "Cast", "Concat", "Mul", "MatMul"):
+                return value
+            named = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+            return e.make(node.op_type, *(copy(v) for v in node.input), **named)
+
+        users = [
+            n for n in e.graph.node if n.op_type == "Mul" and any(turns(v) for v in n.input) and not turns(n.output[0])
+        ]
+        assert len(users) >= 4
+        for node in users[: len(users) // 2]:
+            node.input[:] = [copy(v) if turns(v) else v for v in node.input]
+
+    model = edited("mla_mrope_sections", twice)
+    assert sum(n.op_type in ("Cos", "Sin") for n in model.graph.node) > 2
+    report, after = kit.fuse(model)
+    assert report.count("mla") == 1, kit.why(report)
+    kit.same(model, after, *map(export.feeds, export.bindings))
+
+
+# --- writes that reach a part of the cache only -----------------------------------------------------------------------
+
+STEP = "mla_start_window_decode"  # one token of any number of sequences, caches of keys and values
+
+
+def first_sequence(how: str) -> Edit:
+    """The new keys and values of the first sequence are written: into its cache, or by broadcasting into all."""
+
+    def edit(e: Editor) -> None:
+        for write in [n.name for n in e.graph.node if n.op_type == "ScatterND"]:
+            there = next(n for n in e.graph.node if n.output[0] == e.node(write).input[0])
+            fresh = next(n for n in e.graph.node if n.output[0] == e.node(write).input[2])
+            back = next(n for n in e.graph.node if e.node(write).output[0] in n.input)
+            zero, one = e.const([0], np.int64), e.const([1], np.int64)
+            new = fresh.input[0] if how == "right" else e.make("Slice", fresh.input[0], zero, one, zero)
+            if how == "elements":
+                shape = e.make("Shape", new)
+                index = e.make("Expand", e.make("Reshape", "rest_0", e.const([1, 1, 1, 1], np.int64)), shape)
+                made = e.make("ScatterElements", there.input[0], index, new, axis=2)
+            elif how == "whole":
+                head = e.const(np.arange(3).reshape(1, 3, 1, 1), np.int64)
+                place = e.make("Reshape", "rest_0", e.const([1, 1, 1, 1], np.int64))
+                lines = [e.make("Expand", v, e.const([1, 3, 1, 1], np.int64)) for v in (head, place)]
+                nothing = e.const(np.zeros((1, 3, 1, 1)), np.int64)
+                made = e.make("ScatterND", there.input[0], e.make("Concat", nothing, *lines, axis=3), new)
+            else:
+                hot = e.make("Equal", e.const(np.arange(128), np.int64), "rest_0")
+                hot = e.make("Reshape", hot, e.const([1, 1, 128, 1], np.int64))
+                made = e.make("Where", hot, new, there.input[0])
+            back.op_type, back.input[:] = "Identity", [made]
+            del back.attribute[:]
+
+    return edit
+
+
+@pytest.mark.parametrize("how", ["right", "choice", "elements", "whole"])
+def test_new_tokens_of_the_first_sequence_only(how: str) -> None:
+    model = edited(STEP, first_sequence(how))
+    report, after = kit.fuse(model)
+    assert report.count("mla") == int(how == "right"), kit.why(report)
+    kit.same(model, after, *(steps(STEP, model, n) for n in (0, 30)))
