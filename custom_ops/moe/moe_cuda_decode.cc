@@ -7,19 +7,17 @@
 namespace deltafuse::moe {
 namespace {
 
-// A right operand for a matrix's products.
-Operand operand_for(const Packed& w, Parts* parts, int64_t tokens) {
+bool of_integers(const Packed& w) { return w.pack == Pack::kInt4 || w.pack == Pack::kInt8; }
+// A right operand for a matrix's products, and another's if that takes the same.
+Operand operand_for(const Packed& w, const Packed& other, Parts* parts, int64_t tokens) {
   Operand x;
   x.cols = w.blocks() * 128, x.pack = w.pack;
-  x.sub = w.pack == Pack::kInt4 || w.pack == Pack::kInt8 ? w.sub : 0;
   x.data = parts->take<uint16_t>(tokens * x.cols);
-  if (x.sub) x.sums = parts->take<float>(tokens * w.blocks() * x.sub);
+  if (x.digits()) x.scales = parts->take<float>(tokens * w.blocks());
+  if (x.digits() && (w.zeros || (other.count && other.zeros))) x.sums = parts->take<float>(tokens * w.blocks() * 4);
   return x;
 }
-bool takes(const Packed& w, const Operand& x) {
-  const bool integers = w.pack == Pack::kInt4 || w.pack == Pack::kInt8;
-  return integers ? x.sub == w.sub : x.pack == w.pack;
-}
+bool takes(const Packed& w, const Operand& x) { return of_integers(w) ? x.digits() : x.pack == w.pack; }
 
 // The arguments with their places in the workspace at `base`, and its size.
 DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int64_t* bytes) {
@@ -29,13 +27,17 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   a.router = router_args(p, 0, static_cast<int>(tokens));
   float* logits = parts.take<float>(tokens * p.num_experts);
   if (p.router_weight) a.router.logits = logits;
+  a.scored = parts.take<float>(tokens * 2 * kScored);
+  a.each = scored_each(a.router);
   a.gate_up = layer.gate_up, a.down = layer.down;
   a.shared_gate_up = layer.shared_gate_up, a.shared_down = layer.shared_down;
   a.activity = activity(p);
-  a.x = operand_for(layer.gate_up, &parts, tokens);
+  a.x = operand_for(layer.gate_up, layer.shared_gate_up, &parts, tokens);
   a.h_stride = hidden_stride(layer.gate_up, layer.down);
   if (layer.shared_gate_up.count) {
-    if (!takes(layer.shared_gate_up, a.x)) a.shared_x = operand_for(layer.shared_gate_up, &parts, tokens);
+    if (!takes(layer.shared_gate_up, a.x)) {
+      a.shared_x = operand_for(layer.shared_gate_up, Packed{}, &parts, tokens);
+    }
     a.h_stride = std::max(a.h_stride, hidden_stride(layer.shared_gate_up, layer.shared_down));
     a.shared_gate = p.shared_gate_weight;
     a.shared_gate_type = p.shared_gate_float32 ? DType::kFloat32 : p.dtype;
@@ -48,6 +50,9 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   a.by_slabs = Divider(layer.gate_up.tiles * 16), a.by_top_k = Divider(p.top_k);
   if (layer.shared_gate_up.count) a.by_shared_slabs = Divider(layer.shared_gate_up.tiles * 16);
   a.tuning = decode_tuning();
+#if defined(MOE_STAMPS)
+  a.stamps = moe_stamps;
+#endif
   *bytes = parts.used();
   return a;
 }
@@ -83,6 +88,12 @@ const char* run_few(const CudaLayer& layer, const Params& p, const DeviceInfo& d
   return status == cudaSuccess ? nullptr : failed("launching the experts", status);
 }
 
+#if defined(MOE_STAMPS)
+unsigned long long* moe_stamps = nullptr;
+}
+extern "C" void deltafuse_moe_cuda_stamps(void* p) { deltafuse::moe::moe_stamps = static_cast<unsigned long long*>(p); }
+namespace deltafuse::moe {
+#endif
 DecodeTuning& decode_tuning() {
   static DecodeTuning tuning;
   return tuning;

@@ -7,6 +7,7 @@ namespace deltafuse::moe {
 
 constexpr int kDecodeTokens = 32;  // calls of more tokens are prompts
 constexpr int kDecodePairs = 512;  // token-expert pairs of a decode call
+constexpr int kScored = 512;       // experts of a token that a warp chooses from, at most (see store_scored)
 
 // How the kernels are driven; results differ in rounding at most.
 struct DecodeTuning {
@@ -18,19 +19,21 @@ struct DecodeTuning {
   int32_t many_threads = 512;      // the same, more tokens: 64 to 512
   int32_t dependent = 1;           // a kernel starts while the one before runs
   int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's
-  int32_t rehearse = 1;            // instructions run once on made-up numbers while the real ones are waited for
+  int32_t rehearse = 0;            // instructions run once on made-up numbers while the real ones are waited for
   int32_t multiply = 0;            // one token's second product, int4: half of the shifts are multiplications
 };
 DecodeTuning& decode_tuning();                  // the process's
 bool tune_decode(const char* name, int value);  // false: no such thing, or no such value
 
-// Tokens as the right operand of a product.
+// Tokens as the right operand of the first product, rows of 2 * cols bytes. Integer weights: each number is two int8
+// digits, 256 h + l, times a scale of its 128 columns (see digit_at); else T in the order of operand_slot.
 struct Operand {
-  void* data = nullptr;   // T [N, cols], columns in the order of operand_slot
-  float* sums = nullptr;  // integer weights: [N, cols / 128 * sub], what the columns that share a scale add up to
-  int32_t cols = 0;       // a multiple of 128
+  void* data = nullptr;
+  float* scales = nullptr;  // integer weights: [N, cols / 128]
+  float* sums = nullptr;    // with zero points: [N, cols / 32], what 32 columns add up to
+  int32_t cols = 0;         // a multiple of 128
   Pack pack = Pack::kPlain;
-  int32_t sub = 0;  // 0: no sums
+  __host__ __device__ bool digits() const { return pack == Pack::kInt4 || pack == Pack::kInt8; }
 };
 
 // Quotients by a number d that is known when the kernel is launched, of n below 2^32 / d.
@@ -45,7 +48,26 @@ struct Divider {
 #endif
 };
 
+#if defined(MOE_STAMPS)
+#define STAMP_INTO(kernel, i)                                                                                  \
+  do {                                                                                                         \
+    if (a.stamps && threadIdx.x % 32 == 0 && threadIdx.x / 32 < 8) {                                           \
+      unsigned long long now;                                                                                  \
+      unsigned sm;                                                                                             \
+      asm volatile("mov.u64 %0, %%clock64;" : "=l"(now));                                                      \
+      asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));                                                          \
+      a.stamps[(((kernel) * 512 + blockIdx.x) * 8 + threadIdx.x / 32) * 8 + (i)] = (now << 8) | sm;              \
+    }                                                                                                          \
+  } while (0)
+extern unsigned long long* moe_stamps;
+#else
+#define STAMP_INTO(kernel, i)
+#endif
+#define STAMP(i) STAMP_INTO(1, i)
 struct DecodeArgs {
+#if defined(MOE_STAMPS)
+  unsigned long long* stamps;
+#endif
   RouterArgs router;
   Packed gate_up, down, shared_gate_up, shared_down;  // shared: count 0 where there is none
   Activity activity;
@@ -53,6 +75,8 @@ struct DecodeArgs {
   DType shared_gate_type;
   Operand x, shared_x;  // for gate_up; for shared_gate_up, data null where x serves
   float* gates;         // [N] sigmoid(shared_gate x)
+  float* scored;        // [N, 2, kScored] (see store_scored) where `each`
+  int32_t each;         // experts a lane chooses from; 0: the choice is made from logits
   int32_t* routed;      // how many experts are used; which [pairs]; the place of each pair's there [pairs]
   void* h;              // T [pairs + tokens, h_stride], in the order of the second product's right operands
   int32_t h_stride;     // elements
@@ -62,6 +86,7 @@ struct DecodeArgs {
   DecodeTuning tuning;
 };
 
+int scored_each(const RouterArgs& args);  // DecodeArgs::each
 size_t decode_shared_bytes(const DecodeArgs& args);  // of a block, at most
 // Router logits, and the tokens as right operands.
 cudaError_t launch_prepare(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);

@@ -65,6 +65,121 @@ __device__ __forceinline__ void copy_stage(const Source& from, uint32_t slot) {
   if (from.tail) copy16(to + kPieces * 512, from.payload + from.tail);
 }
 
+// Two int8 digits of numbers, relative to the largest of their 128 columns: |h l| is at most 2^14, so numbers are off by
+// 2^-15 of the largest at most; those of eight bits that are not smaller than 2^-7 of it are exact.
+struct Digits {
+  float scale, by;  // of a number in digits; and back
+  __device__ explicit Digits(uint32_t most) {  // the largest magnitude's bits
+    const int exponent = max(static_cast<int>(most >> 23), 27);  // biased
+    scale = __uint_as_float(static_cast<uint32_t>(exponent - 13) << 23);
+    by = __uint_as_float(static_cast<uint32_t>(267 - exponent) << 23);
+    if (most >= 0x7f800000u) scale = __uint_as_float(0x7fffffffu), by = 0.0f;  // no number
+  }
+  __device__ __forceinline__ void split(const float (&x)[4], uint32_t* high, uint32_t* low) const {
+    int h[4], n[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) n[i] = __float2int_rn(x[i] * by), h[i] = (n[i] + 128) >> 8;
+    // The lower bytes of four: what is above them does not matter.
+    *low = __byte_perm(__byte_perm(n[0], n[1], 0x0040), __byte_perm(n[2], n[3], 0x0040), 0x5410);
+    *high = __byte_perm(__byte_perm(h[0], h[1], 0x0040), __byte_perm(h[2], h[3], 0x0040), 0x5410);
+  }
+};
+
+// D += A B in integers, A 16 x 32, B 32 x 8, fours along k.
+__device__ __forceinline__ void mma_integers(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// ((x ^ 0x88..) & 0xf0..): the upper four bits of each byte as a signed number 16 times as large.
+__device__ __forceinline__ uint32_t upper_fours(uint32_t x) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0x28;\n" : "=r"(y) : "r"(x), "r"(0x88888888u), "r"(0xf0f0f0f0u));
+  return y;
+}
+
+// total += scales * 16 rows of weights times 4 tokens; the lane gets rows g and g + 8 of token t. right: the lane's part
+// of the stage's columns of token g / 2. scale: what counts the token t's digits. sum_of(sub): what its 32 columns add
+// up to, with zero points. kFine: weights' scales are for 32 columns, else for 128.
+template <typename T, Pack P, bool kFine, typename SumOf>
+__device__ __forceinline__ void multiply_digits(bool zeros, const unsigned char* slot, const unsigned char* right,
+                                                float scale, SumOf sum_of, float (&total)[2]) {
+  constexpr int kSub = kFine ? 4 : 1;
+  constexpr float kMiddle = P == Pack::kInt4 ? 8.0f : 128.0f, kFactor = P == Pack::kInt4 ? 1.0f / 16.0f : 1.0f;
+  const int lane = threadIdx.x % 32, g = lane / 4;
+  const T* tail = reinterpret_cast<const T*>(slot + Shape<P>::kWords * 512) + g;
+  int sum[4] = {};
+  auto flush = [&](int sub) {
+    float low = static_cast<float>(sum[0] * 256 + sum[1]) * (scale * kFactor),
+          high = static_cast<float>(sum[2] * 256 + sum[3]) * (scale * kFactor);
+    if (zeros) {
+      const float columns = kFine ? sum_of(sub) : (sum_of(0) + sum_of(1)) + (sum_of(2) + sum_of(3));
+      low = fmaf(kMiddle - to_float(tail[(kSub + sub) * 16]), columns, low);
+      high = fmaf(kMiddle - to_float(tail[(kSub + sub) * 16 + 8]), columns, high);
+    }
+    total[0] = fmaf(to_float(tail[sub * 16]), low, total[0]);
+    total[1] = fmaf(to_float(tail[sub * 16 + 8]), high, total[1]);
+    sum[0] = sum[1] = sum[2] = sum[3] = 0;
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint4 b = *reinterpret_cast<const uint4*>(right + half * 128);
+    uint4 x, y;
+    if constexpr (P == Pack::kInt4) {
+      x = *reinterpret_cast<const uint4*>(slot + half * 512 + lane * 16);
+    } else {
+      x = *reinterpret_cast<const uint4*>(slot + half * 1024 + lane * 16);
+      y = *reinterpret_cast<const uint4*>(slot + half * 1024 + 512 + lane * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t a[4];
+      if constexpr (P == Pack::kInt4) {
+        const uint32_t one = word_of(x, 2 * i), two = word_of(x, 2 * i + 1);
+        a[0] = upper_fours(one << 4), a[1] = upper_fours(one), a[2] = upper_fours(two << 4), a[3] = upper_fours(two);
+      } else {
+        const uint4& v = i ? y : x;
+        a[0] = __byte_perm(v.x, v.y, 0x6240) ^ 0x80808080u, a[1] = __byte_perm(v.x, v.y, 0x7351) ^ 0x80808080u;
+        a[2] = __byte_perm(v.z, v.w, 0x6240) ^ 0x80808080u, a[3] = __byte_perm(v.z, v.w, 0x7351) ^ 0x80808080u;
+      }
+      mma_integers(sum, a, word_of(b, 2 * i), word_of(b, 2 * i + 1));
+      if constexpr (kFine) flush(2 * half + i);
+    }
+  }
+  if constexpr (!kFine) flush(0);
+}
+
+// The same for floating-point weights.
+template <typename T, Pack P>
+__device__ __forceinline__ void multiply_floats(const unsigned char* slot, const unsigned char* right,
+                                                float (&total)[2]) {
+  using Left = Raw<T, P>;
+  constexpr int kPerPiece = P == Pack::kFloat8 ? 4 : 2;  // steps of a lane's 16 bytes
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float sum[2][4] = {};
+#pragma unroll
+  for (int piece = 0; piece < Shape<P>::kSteps / kPerPiece; ++piece) {
+    const unsigned char* row = slot + g * 128 + ((piece * 4 + t) ^ g) * 16;
+    const uint4 x = *reinterpret_cast<const uint4*>(row), y = *reinterpret_cast<const uint4*>(row + 1024);
+#pragma unroll
+    for (int i = 0; i < kPerPiece; i += 2) {
+      const uint4 b = *reinterpret_cast<const uint4*>(right + (piece * kPerPiece + i) * 32);
+      uint32_t one[4], two[4];
+      Left::floats(x, y, i, one), Left::floats(x, y, i + 1, two);
+      mma(sum[0], one, b.x, b.y, T());
+      mma(sum[1], two, b.z, b.w, T());
+    }
+  }
+  float s0 = 1.0f, s1 = 1.0f;
+  if constexpr (P == Pack::kFloat8) {
+    const float* scale = reinterpret_cast<const float*>(slot + Shape<P>::kWords * 512) + g;
+    s0 = scale[0] * Left::kFactor, s1 = scale[8] * Left::kFactor;
+  }
+  total[0] = fmaf(s0, sum[0][0] + sum[1][0], total[0]);
+  total[1] = fmaf(s1, sum[0][2] + sum[1][2], total[1]);
+}
+
 // Shifts by 8 and 12 as the high halves of products: another pipe than that of shifts and logic.
 struct Shifts {
   uint32_t by_8, by_12;

@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
   ring += warp * kDepth * slot_bytes;
   const uint32_t ring_address = shared_address(ring);
 
+  STAMP_INTO(2, 0);
   // Written before this kernel could start.
   const int items = kOne ? pairs : __ldcg(a.routed);
 #pragma unroll 1
@@ -114,6 +115,7 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
     };
 #pragma unroll 1
     for (int i = 0; i < kDepth; ++i) fetch();
+    STAMP_INTO(2, 1);
 
     float total[4] = {};
     auto multiply = [&](auto pack, const Packed& w, const unsigned char* row, bool have) {
@@ -130,6 +132,7 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
     for (int pass = kOne && a.tuning.rehearse ? 0 : 1; pass < 2; ++pass) {
       if (pass && !waited) {
         wait_previous();  // for the activations
+        STAMP_INTO(2, 2);
         release_next();
         waited = true;
         if constexpr (kOne) {
@@ -145,6 +148,7 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
           copies_wait<0>();
           __syncthreads();
         }
+        STAMP_INTO(2, 3);
       }
 #pragma unroll 1
       while (at.item <= last) {
@@ -165,6 +169,7 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
       }
       if (pass == 0) total[0] = total[1] = total[2] = total[3] = 0.0f;
     }
+    STAMP_INTO(2, 4);
     copies_wait<0>();
     __syncthreads();  // the ring becomes the sums' place
     sums[warp * 32 + lane] = make_float4(total[0], total[1], total[2], total[3]);
@@ -183,6 +188,7 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
     }
     __syncthreads();
   }
+  STAMP_INTO(2, 5);
 }
 
 template <typename T, Pack P, Pack S, bool kOne, bool kMultiply>

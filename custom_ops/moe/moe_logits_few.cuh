@@ -42,9 +42,9 @@ __device__ __forceinline__ double sum_over_warp(const double (&values)[kCount], 
   }
 }
 
-// Logits of kLogitsExperts experts: float64 sums, rounded once. kTokens at a time.
-template <typename T, typename W, int kTokens>
-__device__ __forceinline__ void make_logits(const RouterArgs& r, int first_expert) {
+// Logits of kLogitsExperts experts: float64 sums, rounded once; store(token, expert, logit). kTokens at a time.
+template <typename T, typename W, int kTokens, typename Store>
+__device__ __forceinline__ void make_logits(const RouterArgs& r, int first_expert, Store store) {
   __shared__ double partial[kLogitsWarps][kLogitsExperts * kTokens];
   constexpr int kWide = 16 / sizeof(W);  // columns of a load
   constexpr int kAhead = sizeof(W) == 4 ? 3 : 2;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void make_logits(const RouterArgs& r, int first_exper
 #pragma unroll
         for (int i = 1; i < kLogitsWarps; ++i) all += partial[i][threadIdx.x];
         if (r.router_bias) all += static_cast<double>(r.router_bias[expert]);
-        r.logits[int64_t(token) * r.experts + expert] = static_cast<float>(all);
+        store(token, expert, static_cast<float>(all));
       }
     }
     __syncthreads();

@@ -7,12 +7,13 @@
 namespace deltafuse::moe {
 
 constexpr int kRoutedTogether = 8;  // tokens whose scores are in shared memory at once
+constexpr int kItemTokens = 4;      // of an expert, in one product
 
 // Every block makes its own: cheaper than a launch, and nothing has to be reset.
 struct Routing {
   int* ids;        // [N, k]
   float* weights;  // [N, k]
-  int* items;      // [N, k] an expert that is used, and 65536 times the first of 8 of its tokens
+  int* items;      // [N, k] an expert that is used, and 65536 times the first of 4 of its tokens
   int* places;     // [N, k] the pair's expert among the items
   uint32_t* used;  // [32] bits, then how many are used before each word
   int* counts;     // items; experts that are used
@@ -32,7 +33,7 @@ struct Routing {
         static_cast<int>(sizeof(SoftmaxStats) + sizeof(Candidate) * kCandidates) + 4 * (2 * a.experts + a.n_group);
     return (together(a) * each + 127) / 128 * 128;
   }
-  __device__ Routing(unsigned char* base, const RouterArgs& a) {
+  __device__ Routing(unsigned char* base, unsigned char* scratch, const RouterArgs& a) {
     const int pairs = a.tokens * a.top_k;
     ids = reinterpret_cast<int*>(base);
     weights = reinterpret_cast<float*>(ids + pairs);
@@ -40,13 +41,20 @@ struct Routing {
     places = items + pairs;
     used = reinterpret_cast<uint32_t*>(places + pairs);
     counts = reinterpret_cast<int*>(used + 64);
-    stats = reinterpret_cast<SoftmaxStats*>(base + kept_bytes(a));
+    stats = reinterpret_cast<SoftmaxStats*>(scratch);
     candidates = reinterpret_cast<Candidate*>(stats + together(a));
     scores = reinterpret_cast<float*>(candidates + together(a) * kCandidates);
   }
+  // A pair's expert and weight. write: also into the outputs ids and weights.
+  __device__ __forceinline__ void take(const RouterArgs& a, int pair, int id, float weight, bool write) const {
+    ids[pair] = id, weights[pair] = weight;
+    if (a.tokens > 1) atomicOr(&used[id / 32], 1u << (id % 32));
+    if (write && a.ids_out) a.ids_out[pair] = id;
+    if (write && a.weights_out) a.weights_out[pair] = weight;
+  }
 };
 
-// The pairs of an expert from the `begin`-th on, at most 8, into list, in order; the whole warp. Returns how many there
+// The pairs of an expert from the `begin`-th on, at most kItemTokens, into list, in order; the whole warp. Returns how many there
 // are from there on.
 __device__ __forceinline__ int pairs_of(const Routing& r, int pairs, int expert, int begin, int* list) {
   const int lane = threadIdx.x % 32;
@@ -56,25 +64,16 @@ __device__ __forceinline__ int pairs_of(const Routing& r, int pairs, int expert,
     const bool match = base + lane < pairs && r.ids[base + lane] == expert;
     const unsigned matches = __ballot_sync(~0u, match);
     const int at = count + __popc(matches & ((1u << lane) - 1));
-    if (match && list && at >= 0 && at < 8) list[at] = base + lane;
+    if (match && list && at >= 0 && at < kItemTokens) list[at] = base + lane;
     count += __popc(matches);
   }
   __syncwarp();
   return count;
 }
 
-// What the tokens use, from ids: ascending, experts of more than 8 tokens again after that; all threads.
+// What several tokens use, from ids: ascending, experts of more than kItemTokens again after that; all threads.
 __device__ __forceinline__ void list_items(const RouterArgs& a, const Routing& r) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = a.tokens * a.top_k;
-  if (a.tokens == 1) {  // as they are
-    if (static_cast<int>(threadIdx.x) < pairs) {
-      r.items[threadIdx.x] = r.ids[threadIdx.x];
-      r.places[threadIdx.x] = threadIdx.x;
-    }
-    if (threadIdx.x == 0) r.counts[0] = r.counts[1] = pairs;
-    __syncthreads();
-    return;
-  }
   if (warp == 0) {
     const uint32_t own = r.used[lane];
     int upto = __popc(own);
@@ -88,12 +87,12 @@ __device__ __forceinline__ void list_items(const RouterArgs& a, const Routing& r
     if (lane == 0) r.counts[1] = total;
     for (uint32_t bits = own; bits; bits &= bits - 1) r.items[at++] = lane * 32 + __ffs(static_cast<int>(bits)) - 1;
     __syncwarp();
-    if (a.tokens > 8) {
+    if (a.tokens > kItemTokens) {
       const int experts = total;
 #pragma unroll 1
       for (int i = 0; i < experts; ++i) {
         const int expert = r.items[i], count = pairs_of(r, pairs, expert, 0, nullptr);
-        for (int begin = 8; begin < count; begin += 8) {
+        for (int begin = kItemTokens; begin < count; begin += kItemTokens) {
           if (lane == 0) r.items[total] = expert | begin << 16;
           ++total;
         }
@@ -110,21 +109,18 @@ __device__ __forceinline__ void list_items(const RouterArgs& a, const Routing& r
   __syncthreads();
 }
 
-// All threads. `rehearse`: the same instructions on other numbers, to have them in the cache when the logits come.
-// `write`: also the outputs ids and weights.
-__device__ __forceinline__ void route(const RouterArgs& a, const Routing& r, bool rehearse, bool write) {
+// The choice from logits: softmax, many experts, groups that do not suit select_scored. All threads; apart, its
+// registers would weigh on everything else.
+static __device__ __noinline__ void route(const RouterArgs& a, const Routing& r, bool write) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  const int together = Routing::together(a), tokens = rehearse ? together : a.tokens;
+  const int together = Routing::together(a);
   float* choices = r.scores + together * a.experts;
   float* kept = choices + together * a.experts;
   if (threadIdx.x < 32) r.used[threadIdx.x] = 0;
 #pragma unroll 1
-  for (int first = 0; first < tokens; first += together) {
-    const int count = min(together, tokens - first);
-    auto logit = [&](int token, int expert) {  // rehearsed: numbers without order
-      return rehearse ? static_cast<float>(static_cast<uint32_t>(expert) * 0x9e3779b1u >> 16) * 0x1p-16f
-                      : logit_of(a, first + token, expert);
-    };
+  for (int first = 0; first < a.tokens; first += together) {
+    const int count = min(together, a.tokens - first);
+    auto logit = [&](int token, int expert) { return logit_of(a, first + token, expert); };
     if (a.softmax) {
       for (int n = warp; n < count; n += warps) {
         softmax_stats(a.experts, [&](int expert) { return logit(n, expert); }, &r.stats[n]);
@@ -139,17 +135,10 @@ __device__ __forceinline__ void route(const RouterArgs& a, const Routing& r, boo
       float weight;
       select(a, r.scores + n * a.experts, choices + n * a.experts, kept + n * a.n_group, r.candidates + n * kCandidates,
              &id, &weight);
-      if (lane < a.top_k) {
-        const int pair = (first + n) * a.top_k + lane;
-        r.ids[pair] = id, r.weights[pair] = weight;
-        if (a.tokens > 1) atomicOr(&r.used[id / 32], 1u << (id % 32));
-        if (write && a.ids_out) a.ids_out[pair] = id;
-        if (write && a.weights_out) a.weights_out[pair] = weight;
-      }
+      if (lane < a.top_k) r.take(a, (first + n) * a.top_k + lane, id, weight, write);
     }
     __syncthreads();
   }
-  if (tokens == a.tokens) list_items(a, r);
 }
 
 }  // namespace deltafuse::moe
