@@ -46,8 +46,15 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   }
   a.routed = parts.take<int32_t>(1 + 2 * pairs);
   a.h = parts.take<uint16_t>((pairs + tokens) * a.h_stride);
+  const Packed &down = layer.down, &shared = layer.shared_down;
+  const bool digits = of_integers(down) || (shared.count && of_integers(shared));
+  const bool zeros = (of_integers(down) && down.zeros) || (shared.count && of_integers(shared) && shared.zeros);
+  if (digits) a.h_scales = parts.take<float>((pairs + tokens) * (a.h_stride / 8));
+  if (zeros) a.h_sums = parts.take<float>((pairs + tokens) * (a.h_stride / 8));
+  a.has_scales = digits, a.has_sums = zeros;
   a.y = p.y;
   a.by_slabs = Divider(layer.gate_up.tiles * 16), a.by_top_k = Divider(p.top_k);
+  a.by_stages = Divider(layer.down.stages);
   if (layer.shared_gate_up.count) a.by_shared_slabs = Divider(layer.shared_gate_up.tiles * 16);
   a.tuning = decode_tuning();
 #if defined(MOE_STAMPS)
@@ -111,11 +118,10 @@ bool tune_decode(const char* name, int value) {
                {"first_blocks", &tuning.first_blocks, 0, 8, false},
                {"split", &tuning.split, 1, 8, true},
                {"second_threads", &tuning.second_threads, 64, 256, true},
-               {"many_threads", &tuning.many_threads, 64, 512, true},
+               {"many_threads", &tuning.many_threads, 64, 256, true},
                {"dependent", &tuning.dependent, 0, 1, false},
-               {"prefetch", &tuning.prefetch, 0, 3, false},
-               {"rehearse", &tuning.rehearse, 0, 1, false},
-               {"multiply", &tuning.multiply, 0, 1, false}};
+               {"release", &tuning.release, 0, 3, false},
+               {"prefetch", &tuning.prefetch, 0, 3, false}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) != 0) continue;
     if (value < one.least || value > one.most || (one.power && (value & (value - 1)) != 0)) return false;

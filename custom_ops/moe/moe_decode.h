@@ -16,11 +16,10 @@ struct DecodeTuning {
   int32_t first_blocks = 0;        // a multiprocessor: 0: one for one token, else two where they fit
   int32_t split = 2;               // warps that share 16 rows: 1, 2, 4, 8
   int32_t second_threads = 256;    // of a block of the second product, one token: 64 to 256
-  int32_t many_threads = 512;      // the same, more tokens: 64 to 512
+  int32_t many_threads = 256;      // the same, more tokens
   int32_t dependent = 1;           // a kernel starts while the one before runs
+  int32_t release = 3;             // early: 1 the first kernel's next one, 2 the last one's
   int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's
-  int32_t rehearse = 0;            // instructions run once on made-up numbers while the real ones are waited for
-  int32_t multiply = 0;            // one token's second product, int4: half of the shifts are multiplications
 };
 DecodeTuning& decode_tuning();                  // the process's
 bool tune_decode(const char* name, int value);  // false: no such thing, or no such value
@@ -56,7 +55,7 @@ struct Divider {
       unsigned sm;                                                                                             \
       asm volatile("mov.u64 %0, %%clock64;" : "=l"(now));                                                      \
       asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));                                                          \
-      a.stamps[(((kernel) * 512 + blockIdx.x) * 8 + threadIdx.x / 32) * 8 + (i)] = (now << 8) | sm;              \
+      a.stamps[(((kernel) * 512 + blockIdx.x) * 8 + threadIdx.x / 32) * 16 + (i)] = (now << 8) | sm;              \
     }                                                                                                          \
   } while (0)
 extern unsigned long long* moe_stamps;
@@ -78,11 +77,12 @@ struct DecodeArgs {
   float* scored;        // [N, 2, kScored] (see store_scored) where `each`
   int32_t each;         // experts a lane chooses from; 0: the choice is made from logits
   int32_t* routed;      // how many experts are used; which [pairs]; the place of each pair's there [pairs]
-  void* h;              // T [pairs + tokens, h_stride], in the order of the second product's right operands
-  int32_t h_stride;     // elements
+  void* h;              // [pairs + tokens, 2 * h_stride bytes] right operands of the second product
+  int32_t h_stride, has_scales, has_sums;  // elements; of h
   void* y;
-  Divider by_slabs, by_shared_slabs, by_top_k;  // slabs: groups of 16 rows of gate_up, of shared_gate_up
-  uint32_t by_8 = 1u << 24, by_12 = 1u << 20;   // products' high halves are shifts; unknown to the compiler
+  float *h_scales, *h_sums;  // [pairs + tokens, h_stride / 8] of 8 channels (see group_at), where down's weights are
+                             // integers: what digits count; with zero points, what the channels add up to
+  Divider by_slabs, by_shared_slabs, by_top_k, by_stages;  // slabs of 16 rows of gate_up, of shared_gate_up; of down
   DecodeTuning tuning;
 };
 

@@ -16,11 +16,10 @@ constexpr int kChoiceBytes = kScored * 4 + kCandidates * 8;  // what a warp need
 
 struct FirstShared {
   static __host__ __device__ int slot_bytes(const DecodeArgs& a) { return slot_bytes_of(a.gate_up, a.shared_gate_up); }
-  static __host__ __device__ int lists_at(const DecodeArgs& a) { return Routing::kept_bytes(a.router); }
   // Sums of the warps of a task meet here, two tasks at a time.
-  static __host__ __device__ int partial_at(const DecodeArgs& a, int warps) { return lists_at(a) + warps * 32; }
+  static __host__ __device__ int partial_at(const DecodeArgs& a) { return Routing::kept_bytes(a.router); }
   static __host__ __device__ int operand_at(const DecodeArgs& a, int warps) {
-    return (partial_at(a, warps) + 2 * (warps - warps / a.tuning.split) * 256 + 127) / 128 * 128;
+    return (partial_at(a) + 2 * (warps - warps / a.tuning.split) * 256 + 127) / 128 * 128;
   }
   static __host__ __device__ int operand_bytes(const DecodeArgs& a) { return a.router.tokens * a.x.cols * 2; }
   static __host__ __device__ bool operand_here(const DecodeArgs& a) { return operand_bytes(a) <= kOperandBytes; }
@@ -59,22 +58,37 @@ struct FirstTasks {
   }
 };
 
-// A slab's channels of up to 4 tokens, those of rows g and g + 8 of the lane's token: sums to activations, for the second
-// product.
+// A slab's channels of up to 4 tokens, those of rows g and g + 8 of the lane's token if it has one: sums to activations,
+// for the second product. The whole warp.
 template <typename T>
 __device__ __forceinline__ void finish_slab(const DecodeArgs& a, bool gated, Pack h_pack, float low, float high,
-                                            float weight, int row, int slab) {
+                                            float weight, bool have, int row, int slab) {
   const int g = threadIdx.x % 32 / 4;
-  T* h = static_cast<T*>(a.h) + int64_t(row) * a.h_stride;
-  if (gated) {
-    const int channel = slab * 8 + g;
-    h[channel / 128 * 128 + operand_slot(h_pack, channel % 128)] = from_float<T>(join(a.activity, low, high) * weight);
-  } else {
-    int channel = slab * 16 + g;
+  unsigned char* h = static_cast<unsigned char*>(a.h) + int64_t(row) * a.h_stride * 2;
+  const bool digits = h_pack == Pack::kInt4 || h_pack == Pack::kInt8;
 #pragma unroll 1
-    for (int j = 0; j < 2; ++j, channel += 8) {
-      const float value = activate(a.activity.kind, j ? high : low);
-      h[channel / 128 * 128 + operand_slot(h_pack, channel % 128)] = from_float<T>(value * weight);
+  for (int j = 0; j < (gated ? 1 : 2); ++j) {
+    const int group = gated ? slab : slab * 2 + j, channel = group * 8 + g;
+    const float value = weight * (gated ? join(a.activity, low, high) : activate(a.activity.kind, j ? high : low));
+    if (!digits) {
+      if (have) reinterpret_cast<T*>(h)[channel / 128 * 128 + operand_slot(h_pack, channel % 128)] = from_float<T>(value);
+      continue;
+    }
+    uint32_t most = __float_as_uint(value) & 0x7fffffffu;
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+    const Digits by(most);
+    const int n = __float2int_rn(value * by.by), upper = (n + 128) >> 8;
+    const int64_t at = int64_t(row) * (a.h_stride / 8) + group_at(group);
+    if (have) {
+      unsigned char* out = h + digit_at(channel);
+      out[0] = static_cast<unsigned char>(upper), out[64] = static_cast<unsigned char>(n);
+      if (g == 0) a.h_scales[at] = by.scale;
+    }
+    if (a.has_sums) {
+      float sum = static_cast<float>(n) * by.scale;
+      for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      if (have && g == 0) a.h_sums[at] = sum;
     }
   }
 }
@@ -88,7 +102,6 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   const int split = a.tuning.split, shift = __ffs(split) - 1;  // a power of two
   const int part = warp & (split - 1), group = warp >> shift, groups = warps >> shift;
   const int slot_bytes = FirstShared::slot_bytes(a), ring_bytes = kFirstDepth * slot_bytes;
-  int* list = reinterpret_cast<int*>(shared + FirstShared::lists_at(a)) + warp * 8;  // pairs
   unsigned char* rings = shared + FirstShared::ring_at(a, warps);
   const Routing routing(shared, rings, r);
   const int pairs = r.tokens * r.top_k;
@@ -100,27 +113,33 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     to_l2(a.shared_gate_up.data, a.shared_gate_up.expert_bytes(), at, of);
     to_l2(a.shared_down.data, a.shared_down.expert_bytes(), at, of);
   }
+  if (threadIdx.x < 32) routing.used[threadIdx.x] = 0;
   wait_previous();
   STAMP(1);
   const unsigned char* x_rows = static_cast<const unsigned char*>(a.x.data);
-  if (FirstShared::operand_here(a)) {
+  if (FirstShared::operand_here(a)) {  // the warps that choose come last
     const uint32_t here = shared_address(shared + FirstShared::operand_at(a, warps));
 #pragma unroll 1
-    for (int i = threadIdx.x * 16; i < FirstShared::operand_bytes(a); i += blockDim.x * 16) copy16(here + i, x_rows + i);
+    for (int i = (blockDim.x - 1 - threadIdx.x) * 16; i < FirstShared::operand_bytes(a); i += blockDim.x * 16) {
+      copy16(here + i, x_rows + i);
+    }
     copies_commit();
     x_rows = shared + FirstShared::operand_at(a, warps);
   }
+  const bool lone = r.tokens == 1 && a.each;
+  float score = 0.0f;
   if (a.each) {
-    if (r.tokens > 1 && threadIdx.x < 32) routing.used[threadIdx.x] = 0;
     if (r.tokens > 1) __syncthreads();
 #pragma unroll 1
     for (int token = warp; token < r.tokens; token += warps) {
       float* here = reinterpret_cast<float*>(rings + warp * kChoiceBytes);
-      int id;
-      float weight;
-      select_scored(r, a.each, a.scored + token * (2 * kScored), here, reinterpret_cast<Candidate*>(here + kScored),
-                    &id, &weight);
-      if (lane < r.top_k) routing.take(r, token * r.top_k + lane, id, weight, blockIdx.x == 0);
+      const int pair = token * r.top_k + lane;
+      const int id = select_scored(r, a.each, a.scored + token * (2 * kScored), here,
+                                   reinterpret_cast<Candidate*>(here + kScored), &score);
+      if (lane < r.top_k) routing.take_id(r, pair, id);
+      if (lone) break;  // the weights later
+      const float weight = weights_of(r, score);
+      if (lane < r.top_k) routing.take_weight(r, pair, weight, blockIdx.x == 0);
     }
   } else {
     route(r, routing, blockIdx.x == 0);
@@ -134,17 +153,17 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   const FirstTasks tasks(a, items);
 
   // The next stage to copy: all of a warp's stages of all its tasks, one after the other.
-  int next_task = group, next_left = 0, next_step = 0, next_at = 0;
+  int next_task = group, next_left = 0, next_step = 0;
   bool next_own = false;
   Source next{};
   const uint32_t ring_address = shared_address(rings + warp * ring_bytes);
-  auto fetch = [&] {
+  auto fetch = [&](int to) {
     while (next_left == 0 && next_task < tasks.count) {
       int item, slab;
       tasks.locate(a, next_task, &item, &slab);
       next_own = tasks.is_shared(next_task);
       const Packed& w = next_own ? a.shared_gate_up : a.gate_up;
-      const int expert = next_own ? 0 : r.tokens > 1 ? routing.items[item] & 0xffff : routing.ids[item];
+      const int expert = next_own ? 0 : r.tokens > 1 ? routing.items[item] : routing.ids[item];
       next = P == S || !next_own ? slab_source<P>(w, expert, slab, part) : slab_source<S>(w, expert, slab, part);
       next_left = (w.stages - part + split - 1) >> shift;
       next_step = split * w.stage_bytes();
@@ -152,31 +171,40 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     }
     if (next_left != 0) {
       if (P == S || !next_own) {
-        copy_stage<P>(next, ring_address + next_at);
+        copy_stage<P>(next, ring_address + to);
       } else {
-        copy_stage<S>(next, ring_address + next_at);
+        copy_stage<S>(next, ring_address + to);
       }
       next.payload += next_step;
-      next_at = next_at + slot_bytes == ring_bytes ? 0 : next_at + slot_bytes;
       --next_left;
     }
     copies_commit();
   };
 #pragma unroll 1
-  for (int i = 0; i < kFirstDepth; ++i) fetch();
+  for (int i = 0; i < kFirstDepth; ++i) fetch(i * slot_bytes);
   STAMP(4);
 
-  if (blockIdx.x == 0) {  // for the second product, which may start when this is there
+  if (blockIdx.x == 0) {  // for the second product
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
       a.routed[1 + i] = r.tokens == 1 ? routing.ids[i] : i < routing.counts[1] ? routing.items[i] : 0;
-      if (r.tokens > 1) a.routed[1 + pairs + i] = routing.places[i];
+      a.routed[1 + pairs + i] = r.tokens == 1 ? i : routing.places[i];
     }
-    if (threadIdx.x == 0) a.routed[0] = r.tokens > 1 ? routing.counts[1] : pairs;
-    __threadfence();
     __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(a.routed), "r"(r.tokens > 1 ? routing.counts[1] : pairs)
+                   : "memory");
+    }
   }
   release_next();
+  if (lone) {
+    if (warp == 0) {
+      const float weight = weights_of(r, score);
+      if (lane < r.top_k) routing.take_weight(r, lane, weight, blockIdx.x == 0);
+    }
+    __syncthreads();
+  }
 
   const unsigned char* ring = rings + warp * ring_bytes;
   int at = 0, odd = 0;
@@ -194,16 +222,16 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
       token_in = item * kItemTokens + min(g / 2, count - 1);
       token_out = pair = item * kItemTokens + min(t, count - 1);
     } else {
-      const int entry = uniform(routing.items[item]);
-      expert = entry & 0xffff;
-      __syncwarp();
-      count = min(kItemTokens, pairs_of(routing, pairs, expert, entry >> 16, list));
-      pair = list[min(t, count - 1)];
-      token_in = a.by_top_k(list[min(g / 2, count - 1)]);
+      const int16_t* rows = routing.rows + item * kItemTokens;
+      expert = routing.items[item];
+      count = kItemTokens;
+      for (int i = kItemTokens - 1; i > 0; --i) count = rows[i] < 0 ? i : count;
+      pair = rows[min(t, count - 1)];
+      token_in = a.by_top_k(rows[min(g / 2, count - 1)]);
       token_out = a.by_top_k(pair);
     }
 
-    float total[2] = {};
+    float total[2] = {}, floats[4] = {};
     auto stages = [&](auto pack, const unsigned char* rows, const Operand& x) {
       constexpr Pack kPack = decltype(pack)::kPack;
       constexpr bool kInteger = kPack == Pack::kInt4 || kPack == Pack::kInt8;
@@ -226,12 +254,12 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
             multiply_digits<T, kPack, false>(zeros, ring + at, right, scale, sum_of, total);
           }
         } else {
-          multiply_floats<T, kPack>(ring + at, right, total);
+          multiply_floats<T, kPack>(ring + at, right, true, floats);
         }
         __syncwarp();
         right += split * kBytes;
+        fetch(at);
         at = at + slot_bytes == ring_bytes ? 0 : at + slot_bytes;
-        fetch();
       }
     };
     const bool apart = own && a.shared_x.data != nullptr;
@@ -241,8 +269,9 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
       stages(PackOf<S>(), apart ? static_cast<const unsigned char*>(a.shared_x.data) : x_rows,
              apart ? a.shared_x : a.x);
     }
+    total[0] += floats[0], total[1] += floats[2];
     if (split > 1) {
-      float2* mine = reinterpret_cast<float2*>(shared + FirstShared::partial_at(a, warps)) +
+      float2* mine = reinterpret_cast<float2*>(shared + FirstShared::partial_at(a)) +
                      (odd * groups + group) * (split - 1) * 32 + lane;
       if (part) mine[(part - 1) * 32] = make_float2(total[0], total[1]);
       asm volatile("bar.sync %0, %1;\n" ::"r"(group + 1), "r"(split * 32) : "memory");
@@ -251,12 +280,10 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
       for (int i = 0; i < split - 1; ++i) total[0] += mine[i * 32].x, total[1] += mine[i * 32].y;
     }
     STAMP(5);
-    if (t < count) {
-      const float factor = w.multiplier ? w.multiplier[expert] : 1.0f;
-      const float weight = !own ? routing.weights[pair] : a.gates ? a.gates[pair] : 1.0f;
-      finish_slab<T>(a, w.gated, own ? a.shared_down.pack : a.down.pack, total[0] * factor, total[1] * factor, weight,
-                     own ? pairs + pair : pair, slab);
-    }
+    const float factor = w.multiplier ? w.multiplier[expert] : 1.0f;
+    const float weight = !own ? routing.weights[pair] : a.gates ? a.gates[pair] : 1.0f;
+    finish_slab<T>(a, w.gated, own ? a.shared_down.pack : a.down.pack, total[0] * factor, total[1] * factor, weight,
+                   t < count, own ? pairs + pair : pair, slab);
   }
   copies_wait<0>();
   STAMP(6);

@@ -19,9 +19,8 @@ int scored_each(const RouterArgs& r) {
 
 size_t decode_shared_bytes(const DecodeArgs& a) {
   const size_t first = FirstShared::bytes(a, a.tuning.first_threads / 32);
-  const bool one = SecondShared::one(a);
-  return std::max(first, SecondShared::bytes(a, (one ? a.tuning.second_threads : a.tuning.many_threads) / 32,
-                                             one ? kOneDepth : kManyDepth));
+  const int second = SecondShared::one(a) ? a.tuning.second_threads : a.tuning.many_threads;
+  return std::max(first, SecondShared::bytes(a, second / 32));
 }
 
 cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {

@@ -86,21 +86,37 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   const int expert = blockIdx.x * kLogitsExperts;
   STAMP_INTO(0, 0);
   if (static_cast<int>(blockIdx.x) < expert_blocks) {
-    if (a.tuning.prefetch & 1) prefetch_weights<W>(r, expert);
-    wait_previous();
-    STAMP_INTO(0, 1);
-    release_next();
-    make_logits<T, W, kTokens>(r, expert, [&](int token, int e, float logit) {
+    auto store = [&](int token, int e, float logit, bool write) {
       if (a.each) {
-        store_scored(r, a.scored + token * (2 * kScored), a.each, e, logit);
-      } else {
+        store_scored(r, a.scored + token * (2 * kScored), a.each, e, logit, write);
+      } else if (write) {
         r.logits[int64_t(token) * r.experts + e] = logit;
       }
-    });
+    };
+    if (kTokens == 1 && one_at_once<W>(r)) {
+      auto early = [&] {
+        STAMP_INTO(0, 3);
+        if (a.tuning.release & 1) release_next();
+      };
+      auto wait = [&] {
+        wait_previous();
+        STAMP_INTO(0, 1);
+        release_next();
+      };
+      make_logits_one<T, W>(r, expert, early, wait, [&](int e, float logit, bool write) { store(0, e, logit, write); });
+    } else {
+      if (a.tuning.prefetch & 1) prefetch_weights<W>(r, expert);
+      wait_previous();
+      STAMP_INTO(0, 1);
+      release_next();
+      make_logits<T, W, kTokens>(r, expert, [&](int token, int e, float logit) { store(token, e, logit, true); });
+    }
   } else {
+    if (kTokens == 1 && (a.tuning.release & 1)) release_next();
     wait_previous();
     release_next();
     const int token = blockIdx.x - expert_blocks;
+    if (token == 0 && threadIdx.x == 0) *a.routed = 0;  // the second product waits for it
     const T* x = static_cast<const T*>(r.x) + int64_t(token) * r.hidden;
     if (a.each && !r.weight) {
 #pragma unroll 1

@@ -13,8 +13,10 @@ constexpr int kItemTokens = 4;      // of an expert, in one product
 struct Routing {
   int* ids;        // [N, k]
   float* weights;  // [N, k]
-  int* items;      // [N, k] an expert that is used, and 65536 times the first of 4 of its tokens
+  int* items;      // [N, k] an expert that is used
   int* places;     // [N, k] the pair's expert among the items
+  int* slots;      // [N, k] which of its expert's pairs it is
+  int16_t* rows;   // [N, k, kItemTokens] pairs of an item, then -1
   uint32_t* used;  // [32] bits, then how many are used before each word
   int* counts;     // items; experts that are used
   // Scratch, not needed once the routing is made.
@@ -26,7 +28,7 @@ struct Routing {
     return a.tokens < kRoutedTogether ? a.tokens : kRoutedTogether;
   }
   static __host__ __device__ int kept_bytes(const RouterArgs& a) {
-    return (4 * (4 * a.tokens * a.top_k + 66) + 127) / 128 * 128;
+    return (4 * (7 * a.tokens * a.top_k + 66) + 127) / 128 * 128;
   }
   static __host__ __device__ int scratch_bytes(const RouterArgs& a) {
     const int each =
@@ -39,41 +41,31 @@ struct Routing {
     weights = reinterpret_cast<float*>(ids + pairs);
     items = reinterpret_cast<int*>(weights + pairs);
     places = items + pairs;
-    used = reinterpret_cast<uint32_t*>(places + pairs);
+    slots = places + pairs;
+    rows = reinterpret_cast<int16_t*>(slots + pairs);
+    used = reinterpret_cast<uint32_t*>(rows + pairs * kItemTokens);
     counts = reinterpret_cast<int*>(used + 64);
     stats = reinterpret_cast<SoftmaxStats*>(scratch);
     candidates = reinterpret_cast<Candidate*>(stats + together(a));
     scores = reinterpret_cast<float*>(candidates + together(a) * kCandidates);
   }
-  // A pair's expert and weight. write: also into the outputs ids and weights.
-  __device__ __forceinline__ void take(const RouterArgs& a, int pair, int id, float weight, bool write) const {
-    ids[pair] = id, weights[pair] = weight;
+  // A pair's expert, its weight. write: also into the outputs ids and weights.
+  __device__ __forceinline__ void take_id(const RouterArgs& a, int pair, int id) const {
+    ids[pair] = id;
     if (a.tokens > 1) atomicOr(&used[id / 32], 1u << (id % 32));
-    if (write && a.ids_out) a.ids_out[pair] = id;
+  }
+  __device__ __forceinline__ void take_weight(const RouterArgs& a, int pair, float weight, bool write) const {
+    weights[pair] = weight;
+    if (write && a.ids_out) a.ids_out[pair] = ids[pair];
     if (write && a.weights_out) a.weights_out[pair] = weight;
   }
 };
 
-// The pairs of an expert from the `begin`-th on, at most kItemTokens, into list, in order; the whole warp. Returns how many there
-// are from there on.
-__device__ __forceinline__ int pairs_of(const Routing& r, int pairs, int expert, int begin, int* list) {
-  const int lane = threadIdx.x % 32;
-  int count = -begin;
-#pragma unroll 1
-  for (int base = 0; base < pairs; base += 32) {
-    const bool match = base + lane < pairs && r.ids[base + lane] == expert;
-    const unsigned matches = __ballot_sync(~0u, match);
-    const int at = count + __popc(matches & ((1u << lane) - 1));
-    if (match && list && at >= 0 && at < kItemTokens) list[at] = base + lane;
-    count += __popc(matches);
-  }
-  __syncwarp();
-  return count;
-}
-
 // What several tokens use, from ids: ascending, experts of more than kItemTokens again after that; all threads.
 __device__ __forceinline__ void list_items(const RouterArgs& a, const Routing& r) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = a.tokens * a.top_k;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pairs * kItemTokens; i += blockDim.x) r.rows[i] = -1;
   if (warp == 0) {
     const uint32_t own = r.used[lane];
     int upto = __popc(own);
@@ -82,29 +74,45 @@ __device__ __forceinline__ void list_items(const RouterArgs& a, const Routing& r
       const int below = __shfl_up_sync(~0u, upto, step);
       if (lane >= step) upto += below;
     }
-    int total = __shfl_sync(~0u, upto, 31), at = upto - __popc(own);
+    int at = upto - __popc(own);
     r.used[32 + lane] = at;
-    if (lane == 0) r.counts[1] = total;
+    if (lane == 31) r.counts[0] = r.counts[1] = upto;
     for (uint32_t bits = own; bits; bits &= bits - 1) r.items[at++] = lane * 32 + __ffs(static_cast<int>(bits)) - 1;
-    __syncwarp();
-    if (a.tokens > kItemTokens) {
-      const int experts = total;
-#pragma unroll 1
-      for (int i = 0; i < experts; ++i) {
-        const int expert = r.items[i], count = pairs_of(r, pairs, expert, 0, nullptr);
-        for (int begin = kItemTokens; begin < count; begin += kItemTokens) {
-          if (lane == 0) r.items[total] = expert | begin << 16;
-          ++total;
-        }
-      }
-    }
-    if (lane == 0) r.counts[0] = total;
   }
   __syncthreads();
+  bool more = false;
 #pragma unroll 1
   for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
     const int id = r.ids[pair];
-    r.places[pair] = static_cast<int>(r.used[32 + id / 32]) + __popc(r.used[id / 32] & ((1u << (id % 32)) - 1));
+    const int place = static_cast<int>(r.used[32 + id / 32]) + __popc(r.used[id / 32] & ((1u << (id % 32)) - 1));
+    int slot = 0;
+#pragma unroll 4
+    for (int i = 0; i < pair; ++i) slot += r.ids[i] == id;
+    r.places[pair] = place, r.slots[pair] = slot;
+    if (slot < kItemTokens) r.rows[place * kItemTokens + slot] = static_cast<int16_t>(pair);
+    more |= slot >= kItemTokens;
+  }
+  if (!__syncthreads_or(more)) return;
+  // Further items, in the order of their first pairs; slots become items.
+  if (warp == 0) {
+    int total = r.counts[1];
+#pragma unroll 1
+    for (int base = 0; base < pairs; base += 32) {
+      const int pair = base + lane, slot = pair < pairs ? r.slots[pair] : 0;
+      const bool first = slot >= kItemTokens && slot % kItemTokens == 0;
+      const unsigned who = __ballot_sync(~0u, first);
+      if (first) {
+        const int item = total + __popc(who & ((1u << lane) - 1)), id = r.ids[pair];
+        r.items[item] = id;
+        int slots = 0;
+#pragma unroll 1
+        for (int i = pair; i < pairs && slots < kItemTokens; ++i) {
+          if (r.ids[i] == id) r.rows[item * kItemTokens + slots++] = static_cast<int16_t>(i);
+        }
+      }
+      total += __popc(who);
+    }
+    if (lane == 0) r.counts[0] = total;
   }
   __syncthreads();
 }
@@ -135,7 +143,8 @@ static __device__ __noinline__ void route(const RouterArgs& a, const Routing& r,
       float weight;
       select(a, r.scores + n * a.experts, choices + n * a.experts, kept + n * a.n_group, r.candidates + n * kCandidates,
              &id, &weight);
-      if (lane < a.top_k) r.take(a, (first + n) * a.top_k + lane, id, weight, write);
+      const int pair = (first + n) * a.top_k + lane;
+      if (lane < a.top_k) r.take_id(a, pair, id), r.take_weight(a, pair, weight, write);
     }
     __syncthreads();
   }

@@ -121,12 +121,12 @@ __device__ __forceinline__ int scored_at(int each, int expert) {
   return i / 4 * 128 + lane * 4 + i % 4;
 }
 // A sigmoid score and its key, from a logit.
-__device__ __forceinline__ void store_scored(const RouterArgs& a, float* scored, int each, int expert, float logit) {
+__device__ __forceinline__ void store_scored(const RouterArgs& a, float* scored, int each, int expert, float logit,
+                                             bool write = true) {
   const float score = sigmoid_exact(logit);
   const int at = scored_at(each, expert);
-  scored[at] = score;
   const float choice = comparable(a.expert_bias ? score + __ldg(a.expert_bias + expert) : score);
-  reinterpret_cast<uint32_t*>(scored)[kScored + at] = order_of(choice);
+  if (write) scored[at] = score, reinterpret_cast<uint32_t*>(scored)[kScored + at] = order_of(choice);
 }
 
 struct Best {
@@ -360,18 +360,19 @@ __device__ __forceinline__ void select(const RouterArgs& a, const float* scores,
   }
 }
 
-// Chooses from what store_scored left of a token; the whole warp. here: kScored floats of the warp's own.
-__device__ __forceinline__ void select_scored(const RouterArgs& a, int each, const float* scored, float* here,
-                                              Candidate* candidates, int* id, float* weight) {
+// Chooses from what store_scored left of a token; the whole warp. here: kScored floats of the warp's own. Lane j < top_k
+// gets the j-th expert, and then what its weight is made of.
+__device__ __forceinline__ int select_scored(const RouterArgs& a, int each, const float* scored, float* here,
+                                             Candidate* candidates, float* score) {
   constexpr int kEach = kScored / 32;
   const int lane = threadIdx.x % 32;
-  uint4 keys4[kEach / 4], scores4[kEach / 4];
+  uint4 keys4[kEach / 4];
 #pragma unroll
   for (int i = 0; i < kEach / 4; ++i) keys4[i] = __ldcg(reinterpret_cast<const uint4*>(scored + kScored) + i * 32 + lane);
 #pragma unroll
-  for (int i = 0; i < kEach / 4; ++i) scores4[i] = __ldcg(reinterpret_cast<const uint4*>(scored) + i * 32 + lane);
-#pragma unroll
-  for (int i = 0; i < kEach / 4; ++i) reinterpret_cast<uint4*>(here)[i * 32 + lane] = scores4[i];
+  for (int i = 0; i < kEach / 4; ++i) {
+    reinterpret_cast<uint4*>(here)[i * 32 + lane] = __ldcg(reinterpret_cast<const uint4*>(scored) + i * 32 + lane);
+  }
   uint32_t keys[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -383,9 +384,9 @@ __device__ __forceinline__ void select_scored(const RouterArgs& a, int each, con
   const unsigned staying = grouped ? mask_easy_groups(a, each, keys) : ~0u;
   const int mine = largest(keys, each, a.top_k, candidates);
   __syncwarp();
-  float w = lane < a.top_k ? here[scored_at(each, mine)] : 0.0f;
-  if (grouped && a.masked_weights && !((staying >> (mine / each)) & 1)) w = 0.0f;
-  *id = mine, *weight = weights_of(a, w);
+  *score = lane < a.top_k ? here[scored_at(each, mine)] : 0.0f;
+  if (grouped && a.masked_weights && !((staying >> (mine / each)) & 1)) *score = 0.0f;
+  return mine;
 }
 
 }  // namespace deltafuse::moe

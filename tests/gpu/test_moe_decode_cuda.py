@@ -48,11 +48,9 @@ DEFAULTS = {
     "first_blocks": 0,
     "split": 2,
     "second_threads": 256,
-    "many_threads": 512,
+    "many_threads": 256,
     "dependent": 1,
     "prefetch": 3,
-    "rehearse": 1,
-    "multiply": 0,
 }
 TUNINGS: tuple[dict[str, int], ...] = (
     {"split": 1},
@@ -62,9 +60,8 @@ TUNINGS: tuple[dict[str, int], ...] = (
     {"first_threads": 256, "split": 1, "first_blocks": 4},
     {"first_blocks": 1},
     {"second_threads": 64, "many_threads": 64},
-    {"second_threads": 128, "many_threads": 256},
-    {"dependent": 0, "prefetch": 0, "rehearse": 0},
-    {"multiply": 1},
+    {"second_threads": 128, "many_threads": 128},
+    {"dependent": 0, "prefetch": 0},
 )
 
 
