@@ -7,6 +7,8 @@
 namespace deltafuse::moe {
 namespace {
 
+constexpr int kMostTiles = 256;  // of the first product: tasks are counted in 32 bits
+
 bool of_integers(const Packed& w) { return w.pack == Pack::kInt4 || w.pack == Pack::kInt8; }
 // A right operand for a matrix's products, and another's if that takes the same.
 Operand operand_for(const Packed& w, const Packed& other, Parts* parts, int64_t tokens) {
@@ -57,6 +59,7 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   a.by_stages = Divider(layer.down.stages);
   if (layer.shared_gate_up.count) a.by_shared_slabs = Divider(layer.shared_gate_up.tiles * 16);
   a.tuning = decode_tuning();
+  a.together = scored_together(a);
 #if defined(MOE_STAMPS)
   a.stamps = moe_stamps;
 #endif
@@ -74,7 +77,7 @@ bool is_few(const CudaLayer& layer, const Params& p, const DeviceInfo& device) {
     const Packed &a = layer.shared_gate_up, &b = layer.shared_down;
     if (a.pack != b.pack || (a.pack != Pack::kPlain && a.pack != layer.gate_up.pack)) return false;
   }
-  if (layer.gate_up.pack != layer.down.pack) return false;
+  if (layer.gate_up.pack != layer.down.pack || layer.gate_up.tiles > kMostTiles) return false;
   int64_t bytes = 0;
   return decode_shared_bytes(decode_args(layer, p, nullptr, &bytes)) + 1024 <= static_cast<size_t>(device.shared_bytes);
 }
@@ -118,13 +121,14 @@ bool tune_decode(const char* name, int value) {
                {"first_blocks", &tuning.first_blocks, 0, 8, false},
                {"split", &tuning.split, 1, 8, true},
                {"second_threads", &tuning.second_threads, 64, 256, true},
-               {"many_threads", &tuning.many_threads, 64, 256, true},
+               {"many_threads", &tuning.many_threads, 64, 384, false},
                {"dependent", &tuning.dependent, 0, 1, false},
                {"release", &tuning.release, 0, 3, false},
                {"prefetch", &tuning.prefetch, 0, 3, false}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) != 0) continue;
     if (value < one.least || value > one.most || (one.power && (value & (value - 1)) != 0)) return false;
+    if (value % 32 != 0 && one.value == &tuning.many_threads) return false;
     *one.value = value;
     return true;
   }

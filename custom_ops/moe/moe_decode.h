@@ -16,9 +16,9 @@ struct DecodeTuning {
   int32_t first_blocks = 0;        // a multiprocessor: 0: one for one token, else two where they fit
   int32_t split = 2;               // warps that share 16 rows: 1, 2, 4, 8
   int32_t second_threads = 256;    // of a block of the second product, one token: 64 to 256
-  int32_t many_threads = 256;      // the same, more tokens
+  int32_t many_threads = 384;      // the same, more tokens
   int32_t dependent = 1;           // a kernel starts while the one before runs
-  int32_t release = 3;             // early: 1 the first kernel's next one, 2 the last one's
+  int32_t release = 2;             // early: 1 the first kernel's next one, 2 the last one's
   int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's
 };
 DecodeTuning& decode_tuning();                  // the process's
@@ -76,6 +76,7 @@ struct DecodeArgs {
   float* gates;         // [N] sigmoid(shared_gate x)
   float* scored;        // [N, 2, kScored] (see store_scored) where `each`
   int32_t each;         // experts a lane chooses from; 0: the choice is made from logits
+  int32_t together;     // the block chooses; scores and keys lie by expert
   int32_t* routed;      // how many experts are used; which [pairs]; the place of each pair's there [pairs]
   void* h;              // [pairs + tokens, 2 * h_stride bytes] right operands of the second product
   int32_t h_stride, has_scales, has_sums;  // elements; of h
@@ -86,7 +87,8 @@ struct DecodeArgs {
   DecodeTuning tuning;
 };
 
-int scored_each(const RouterArgs& args);  // DecodeArgs::each
+int scored_each(const RouterArgs& args);   // DecodeArgs::each
+bool scored_together(const DecodeArgs& args);  // DecodeArgs::together
 size_t decode_shared_bytes(const DecodeArgs& args);  // of a block, at most
 // Router logits, and the tokens as right operands.
 cudaError_t launch_prepare(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);

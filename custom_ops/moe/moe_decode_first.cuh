@@ -10,7 +10,7 @@
 namespace deltafuse::moe {
 
 constexpr int kFirstThreads = 512;      // at most
-constexpr int kFirstDepth = 4;          // stages in flight a warp
+constexpr int kFirstDepth = 3;          // stages in flight a warp
 constexpr int kOperandBytes = 49152;    // of tokens in shared memory at most
 constexpr int kChoiceBytes = kScored * 4 + kCandidates * 8;  // what a warp needs to choose
 
@@ -30,7 +30,8 @@ struct FirstShared {
   static __host__ __device__ size_t bytes(const DecodeArgs& a, int warps) {
     const int ring = warps * kFirstDepth * slot_bytes(a),
               choice = a.each ? warps * kChoiceBytes : Routing::scratch_bytes(a.router);
-    return ring_at(a, warps) + static_cast<size_t>(ring > choice ? ring : choice);
+    const int most = ring > choice ? ring : choice, together = sizeof(Together);
+    return ring_at(a, warps) + static_cast<size_t>(most > together ? most : together);
   }
 };
 
@@ -40,10 +41,10 @@ struct FirstTasks {
   int shared_count, begin, count;  // the block's shared tasks; its first other one; all of its own
   __device__ FirstTasks(const DecodeArgs& a, int items) {
     const int all = a.shared_gate_up.count ? slabs_of(a.shared_gate_up) * ((a.router.tokens + kItemTokens - 1) / kItemTokens) : 0;
-    shared_count = (all + static_cast<int>(gridDim.x - 1 - blockIdx.x)) / static_cast<int>(gridDim.x);
-    const uint32_t own = items * slabs_of(a.gate_up);
-    begin = static_cast<int>(static_cast<uint64_t>(own) * blockIdx.x / gridDim.x);
-    count = shared_count + static_cast<int>(static_cast<uint64_t>(own) * (blockIdx.x + 1) / gridDim.x) - begin;
+    shared_count = static_cast<int>((all + (gridDim.x - 1 - blockIdx.x)) / gridDim.x);
+    const uint32_t own = items * slabs_of(a.gate_up);  // at most 512 items of 4096 slabs
+    begin = static_cast<int>(own * blockIdx.x / gridDim.x);
+    count = shared_count + static_cast<int>(own * (blockIdx.x + 1) / gridDim.x) - begin;
   }
   __device__ bool is_shared(int local) const { return local < shared_count; }
   // Which item (of the shared expert: which four tokens), and which slab.
@@ -114,6 +115,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     to_l2(a.shared_down.data, a.shared_down.expert_bytes(), at, of);
   }
   if (threadIdx.x < 32) routing.used[threadIdx.x] = 0;
+  FirstTasks tasks(a, pairs);
   wait_previous();
   STAMP(1);
   const unsigned char* x_rows = static_cast<const unsigned char*>(a.x.data);
@@ -126,9 +128,15 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     copies_commit();
     x_rows = shared + FirstShared::operand_at(a, warps);
   }
-  const bool lone = r.tokens == 1 && a.each;
+  const bool lone = r.tokens == 1 && (a.each || a.together);
   float score = 0.0f;
-  if (a.each) {
+  if (a.together) {
+    const int e = threadIdx.x;
+    const float own = e < r.experts ? __ldcg(a.scored + e) : 0.0f;
+    const uint32_t key = e < r.experts ? __ldcg(reinterpret_cast<const uint32_t*>(a.scored) + kScored + e) : 0;
+    const int id = select_together(r, key, own, *reinterpret_cast<Together*>(rings), &score);
+    if (warp == 0 && lane < r.top_k) routing.take_id(r, lane, id);
+  } else if (a.each) {
     if (r.tokens > 1) __syncthreads();
 #pragma unroll 1
     for (int token = warp; token < r.tokens; token += warps) {
@@ -149,8 +157,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   __syncthreads();
   if (r.tokens > 1) list_items(r, routing);
   STAMP(3);
-  const int items = r.tokens > 1 ? uniform(routing.counts[0]) : pairs;
-  const FirstTasks tasks(a, items);
+  if (r.tokens > 1) tasks = FirstTasks(a, uniform(routing.counts[0]));
 
   // The next stage to copy: all of a warp's stages of all its tasks, one after the other.
   int next_task = group, next_left = 0, next_step = 0;

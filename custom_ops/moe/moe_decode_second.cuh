@@ -11,7 +11,7 @@ namespace deltafuse::moe {
 
 // One token: all activations lie in shared memory, and nearly all weights are in flight. More: activations come as they
 // are needed, eight tokens at a time.
-constexpr int kSecondThreads = 256;
+constexpr int kOneThreads = 256, kManyThreads = 384;
 constexpr int kOneDepth = 7, kManyDepth = 4;
 constexpr int kOneBytes = 32768;  // of activations at most
 
@@ -45,10 +45,11 @@ struct SecondShared {
 };
 
 template <typename T, Pack P, Pack S, bool kOne>
-__global__ void __launch_bounds__(kSecondThreads, kOne ? 4 : 2)
+__global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 2)
     decode_second_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kDepth = kOne ? kOneDepth : kManyDepth, kTokens = kOne ? 1 : 8;
+  constexpr bool kInteger = P == Pack::kInt4 || P == Pack::kInt8, kShared = S == Pack::kInt4 || S == Pack::kInt8;
   const RouterArgs& r = a.router;
   const int pairs = r.tokens * r.top_k, warps = blockDim.x / 32, warp = uniform(threadIdx.x / 32),
             lane = threadIdx.x % 32;
@@ -153,58 +154,82 @@ __global__ void __launch_bounds__(kSecondThreads, kOne ? 4 : 2)
     }
     float floats[4] = {}, own_total[2] = {};
     int at = 0;
+    // A unit's place, and its first token's digits: they come from global memory, so a unit ahead.
+    struct Unit {
+      bool own;  // the shared expert's
+      int item, stage, mine;
+      unsigned who;
+      uint4 digits[2];
+      float4 scales;
+    };
+    auto load_row = [&](Unit& u, int row) {
+      const unsigned char* right = h + row * h_row + u.stage * 256 + (g & 1) * 64 + t * 16;
+      u.digits[0] = *reinterpret_cast<const uint4*>(right), u.digits[1] = *reinterpret_cast<const uint4*>(right + 128);
+      u.scales = *reinterpret_cast<const float4*>(h_scales + row * h_groups + u.stage * 16 + t * 4);
+    };
+    auto find = [&](int unit) {
+      Unit u{};
+      u.own = unit >= own_stages;
+      u.item = u.own ? 0 : a.by_stages(unit);
+      u.stage = u.own ? unit - own_stages : unit - u.item * a.down.stages;
+      if (kOne) {
+        if (kInteger && unit < stages) load_row(u, u.own ? pairs : u.item);
+      } else if (unit < stages) {
+        if (!u.own) u.item = wanted[u.item];
+        if (kInteger && (P == S || kShared || !u.own)) {
+          u.mine = u.own ? (base + lane < r.tokens ? pairs + base + lane : -1) : table[u.item * 8 + lane % 8];
+          u.who = __ballot_sync(~0u, lane < 8 && u.mine >= 0);
+          load_row(u, __shfl_sync(~0u, u.mine, __ffs(static_cast<int>(u.who)) - 1));
+        }
+      }
+      return u;
+    };
+    Unit next = find(warp);
 #pragma unroll 1
     for (int unit = warp; unit < stages; unit += warps) {
-      const bool own = unit >= own_stages;  // the shared expert's
-      int item = own ? 0 : a.by_stages(unit);
-      const int stage = own ? unit - own_stages : unit - item * a.down.stages;
-      if (!kOne && !own) item = wanted[item];
+      Unit u = next;
+      next = find(unit + warps);
+      copies_wait<kDepth - 1>();
+      __syncwarp();
       auto multiply = [&](auto pack, const Packed& w) {
         constexpr Pack kPack = decltype(pack)::kPack;
         const unsigned char* slot = ring + at;
         if constexpr (kPack == Pack::kInt4 || kPack == Pack::kInt8) {
-          const float factor = w.multiplier ? w.multiplier[own ? 0 : experts[item]] : 1.0f;
+          const float factor = w.multiplier ? w.multiplier[u.own ? 0 : experts[u.item]] : 1.0f;
           const bool fine = w.sub != 1, zeros = w.zeros;
-          auto run = [&](int row, bool wait, float(&total)[2]) {
-            const unsigned char* right = h + row * h_row + stage * 256 + (g & 1) * 64 + t * 16;
-            const uint4 digits[2] = {*reinterpret_cast<const uint4*>(right),
-                                     *reinterpret_cast<const uint4*>(right + 128)};
-            const int groups = row * h_groups + stage * 16 + t * 4;
-            const float4 scales = *reinterpret_cast<const float4*>(h_scales + groups);
-            const float4 sums = zeros ? *reinterpret_cast<const float4*>(h_sums + groups) : float4{};
-            if (wait) copies_wait<kDepth - 1>(), __syncwarp();
+          auto run = [&](int row, float(&total)[2]) {
+            const float4 sums = zeros ? *reinterpret_cast<const float4*>(h_sums + row * h_groups + u.stage * 16 + t * 4)
+                                      : float4{};
             if (fine) {
-              multiply_groups<T, kPack, true>(zeros, slot, digits, masks, scales, sums, factor, total);
+              multiply_groups<T, kPack, true>(zeros, slot, u.digits, masks, u.scales, sums, factor, total);
             } else {
-              multiply_groups<T, kPack, false>(zeros, slot, digits, masks, scales, sums, factor, total);
+              multiply_groups<T, kPack, false>(zeros, slot, u.digits, masks, u.scales, sums, factor, total);
             }
           };
           if constexpr (kOne) {
-            run(own ? pairs : item, true, own_total);
+            run(u.own ? pairs : u.item, own_total);
           } else {
-            // The item's tokens, one after the other.
-            const int mine = own ? (base + lane < r.tokens ? pairs + base + lane : -1) : table[item * 8 + lane % 8];
-            bool first = true;
-            for (unsigned who = __ballot_sync(~0u, lane < 8 && mine >= 0); who; who &= who - 1) {
-              const int token = __ffs(static_cast<int>(who)) - 1;
+#pragma unroll 1
+            while (true) {  // the item's tokens, one after the other
+              const int token = __ffs(static_cast<int>(u.who)) - 1;
               float total[2] = {};
-              run(__shfl_sync(~0u, mine, token), first, total);
-              first = false;
+              run(__shfl_sync(~0u, u.mine, token), total);
               float2& sum = totals[(warp * kTokens + token) * 32 + lane];
               sum.x += total[0], sum.y += total[1];
+              u.who &= u.who - 1;
+              if (u.who == 0) break;
+              load_row(u, __shfl_sync(~0u, u.mine, __ffs(static_cast<int>(u.who)) - 1));
             }
           }
         } else {  // columns are tokens
-          int row = own ? (base + g < r.tokens ? pairs + base + g : -1) : table[item * 8 + g];
-          if (kOne) row = own ? pairs : item;
-          copies_wait<kDepth - 1>();
-          __syncwarp();
-          multiply_floats<T, kPack>(slot, h + max(row, 0) * h_row + stage * (kStageCols<kPack> * 2) + t * 16, row >= 0,
+          int row = u.own ? (base + g < r.tokens ? pairs + base + g : -1) : kOne ? u.item : table[u.item * 8 + g];
+          if (kOne && u.own) row = pairs;
+          multiply_floats<T, kPack>(slot, h + max(row, 0) * h_row + u.stage * (kStageCols<kPack> * 2) + t * 16, row >= 0,
                                     floats);
         }
       };
-      if (P == S || !own) {
-        multiply(PackOf<P>(), own ? a.shared_down : a.down);
+      if (P == S || !u.own) {
+        multiply(PackOf<P>(), u.own ? a.shared_down : a.down);
       } else {
         multiply(PackOf<S>(), a.shared_down);
       }

@@ -80,6 +80,10 @@ __device__ __forceinline__ void make_gate(const DecodeArgs& a, const T* x, int t
   }
 }
 
+__device__ __forceinline__ int scored_place(const DecodeArgs& a, int expert) {
+  return a.together ? expert : scored_at(a.each, expert);
+}
+
 template <typename T, typename W, int kTokens>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ DecodeArgs a, int expert_blocks) {
   const RouterArgs& r = a.router;
@@ -88,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   if (static_cast<int>(blockIdx.x) < expert_blocks) {
     auto store = [&](int token, int e, float logit, bool write) {
       if (a.each) {
-        store_scored(r, a.scored + token * (2 * kScored), a.each, e, logit, write);
+        store_scored(r, a.scored + token * (2 * kScored), scored_place(a, e), e, logit, write);
       } else if (write) {
         r.logits[int64_t(token) * r.experts + e] = logit;
       }
@@ -121,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     if (a.each && !r.weight) {
 #pragma unroll 1
       for (int e = threadIdx.x; e < r.experts; e += kThreads) {
-        store_scored(r, a.scored + token * (2 * kScored), a.each, e, logit_of(r, token, e));
+        store_scored(r, a.scored + token * (2 * kScored), scored_place(a, e), e, logit_of(r, token, e));
       }
     }
     arrange_any(a.x, x, r.hidden, token);
@@ -135,7 +139,8 @@ template <typename T, typename W>
 cudaError_t prepare(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const int expert_blocks = a.router.weight ? (a.router.experts + kLogitsExperts - 1) / kLogitsExperts : 0;
   const bool dependent = device.capability >= 90 && a.tuning.dependent;
-  return launch_kernel(a.router.tokens == 1 ? prepare_kernel<T, W, 1> : prepare_kernel<T, W, 4>,
+  const int tokens = a.router.tokens;
+  return launch_kernel(tokens == 1 ? prepare_kernel<T, W, 1> : tokens <= 4 ? prepare_kernel<T, W, 4> : prepare_kernel<T, W, 8>,
                        expert_blocks + a.router.tokens, kThreads, 0, dependent, stream, a, expert_blocks);
 }
 

@@ -12,6 +12,9 @@ __device__ __forceinline__ uint32_t order_of(float x) {
   const uint32_t bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+__device__ __forceinline__ float key_number(uint32_t key) {  // and back
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
 // NaN counts as minus infinity, and -0 as 0.
 __device__ __forceinline__ float comparable(float x) { return x != x ? __int_as_float(0xff800000) : x + 0.0f; }
 
@@ -121,10 +124,9 @@ __device__ __forceinline__ int scored_at(int each, int expert) {
   return i / 4 * 128 + lane * 4 + i % 4;
 }
 // A sigmoid score and its key, from a logit.
-__device__ __forceinline__ void store_scored(const RouterArgs& a, float* scored, int each, int expert, float logit,
+__device__ __forceinline__ void store_scored(const RouterArgs& a, float* scored, int at, int expert, float logit,
                                              bool write = true) {
   const float score = sigmoid_exact(logit);
-  const int at = scored_at(each, expert);
   const float choice = comparable(a.expert_bias ? score + __ldg(a.expert_bias + expert) : score);
   if (write) scored[at] = score, reinterpret_cast<uint32_t*>(scored)[kScored + at] = order_of(choice);
 }
@@ -196,6 +198,24 @@ struct Candidate {
 };
 constexpr int kCandidates = 32;  // room for a warp's
 
+// The j-th best of up to kCandidates, to lane j < top_k: each finds how many are ahead of it. The whole warp.
+__device__ __forceinline__ int rank_candidates(Candidate* candidates, int count, int top_k) {
+  const int lane = threadIdx.x % 32;
+  const Candidate own = lane < count ? candidates[lane] : Candidate{0, 0};
+  int place = 0;
+#pragma unroll 4
+  for (int j = 0; j < count; ++j) {
+    const Candidate other = candidates[j];
+    place += other.key > own.key || (other.key == own.key && other.expert < own.expert);
+  }
+  __syncwarp();
+  if (lane < count && place < top_k) candidates[place].expert = own.expert;
+  __syncwarp();
+  const int mine = lane < top_k ? candidates[lane].expert : 0;
+  __syncwarp();
+  return mine;
+}
+
 // The top_k largest keys, of equal ones the lower expert first, lane j gets the j-th; the whole warp. A lane holds
 // `each` neighbouring experts, kEach at most. Only keys as large as the top_k-th of the lanes' best ones can be among them: those go to
 // shared memory, and each finds how many are ahead of it.
@@ -221,19 +241,7 @@ __device__ __forceinline__ int largest(uint32_t (&keys)[kEach], int each, int to
   }
   if (count <= kCandidates) {
     __syncwarp();
-    const Candidate own = lane < count ? candidates[lane] : Candidate{0, 0};
-    int place = 0;
-#pragma unroll 4
-    for (int j = 0; j < count; ++j) {
-      const Candidate other = candidates[j];
-      place += other.key > own.key || (other.key == own.key && other.expert < own.expert);
-    }
-    __syncwarp();
-    if (lane < count && place < top_k) candidates[place].expert = own.expert;
-    __syncwarp();
-    const int mine = lane < top_k ? candidates[lane].expert : 0;
-    __syncwarp();
-    return mine;
+    return rank_candidates(candidates, count, top_k);
   }
   int mine = 0;  // many equal keys: one after the other
 #pragma unroll 1
@@ -276,8 +284,7 @@ __device__ __forceinline__ unsigned mask_easy_groups(const RouterArgs& a, int ea
     two = max(max(two, second), min(one, other));
     one = max(one, other);
   }
-  auto number = [](uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); };
-  const float total = a.group_top == 2 ? number(one) + number(two) : number(one);
+  const float total = a.group_top == 2 ? key_number(one) + key_number(two) : key_number(one);
   const uint32_t own = order_of(comparable(total));
   int better = 0;
 #pragma unroll 4
@@ -386,6 +393,118 @@ __device__ __forceinline__ int select_scored(const RouterArgs& a, int each, cons
   __syncwarp();
   *score = lane < a.top_k ? here[scored_at(each, mine)] : 0.0f;
   if (grouped && a.masked_weights && !((staying >> (mine / each)) & 1)) *score = 0.0f;
+  return mine;
+}
+
+// One token's choice by a block of kScored threads, a thread an expert: a warp alone needs three times as long.
+struct Together {
+  uint2 tops[kScored / 32];  // of a warp: its two largest keys
+  uint32_t maxima[32];       // of half a warp
+  uint32_t keys[kScored];
+  float scores[kScored];
+  Candidate candidates[kCandidates];
+  uint32_t staying, least;
+  int count;
+};
+__host__ __device__ __forceinline__ bool chooses_together(const RouterArgs& a) {
+  const bool grouped = a.topk_group < a.n_group;
+  return a.tokens == 1 && !a.softmax && a.experts <= kScored && a.experts >= 16 * a.top_k &&
+         (!grouped || (a.group_top <= 2 && a.experts / a.n_group % 32 == 0));
+}
+// The top_k largest of s.keys one after the other: many are equal. The whole warp.
+static __device__ __noinline__ int largest_by_one(const Together& s, int top_k) {
+  const int lane = threadIdx.x % 32;
+  Best last{0xffffffffu, -1};
+  int mine = 0;
+#pragma unroll 1
+  for (int j = 0; j < top_k; ++j) {
+    Best best;
+#pragma unroll 1
+    for (int i = lane; i < kScored; i += 32) {
+      if (after(s.keys[i], i, last) && s.keys[i] > best.key) best.key = s.keys[i], best.index = i;
+    }
+    const uint32_t most = __reduce_max_sync(~0u, best.key);
+    last.key = most;
+    last.index = static_cast<int>(__reduce_min_sync(~0u, best.key == most ? static_cast<unsigned>(best.index) : ~0u));
+    if (lane == j) mine = last.index;
+  }
+  return mine;
+}
+// All threads; key 0: no expert. Lane j < top_k of the first warp gets the j-th expert and what its weight is made of.
+__device__ __forceinline__ int select_together(const RouterArgs& a, uint32_t key, float score, Together& s,
+                                               float* chosen) {
+  const int expert = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool grouped = a.topk_group < a.n_group;
+  const int per = grouped ? a.experts / a.n_group / 32 : 1, group = warp / per;  // warps of a group
+  s.scores[expert] = score;
+  if (expert == 0) s.count = 0;
+  unsigned staying = ~0u;
+  if (grouped) {
+    const uint32_t one = __reduce_max_sync(~0u, key);
+    const bool most = key == one, twice = __popc(__ballot_sync(~0u, most)) > 1;
+    const uint32_t two = __reduce_max_sync(~0u, most && !twice ? 0 : key);
+    if (lane == 0) s.tops[warp] = make_uint2(one, two);
+    __syncthreads();
+    if (warp == 0) {
+      uint32_t first = 0, second = 0;
+      if (lane < a.n_group) {
+#pragma unroll 1
+        for (int i = 0; i < per; ++i) {
+          const uint2 other = s.tops[lane * per + i];
+          second = max(max(second, other.y), min(first, other.x));
+          first = max(first, other.x);
+        }
+      }
+      const float total = a.group_top == 2 ? key_number(first) + key_number(second) : key_number(first);
+      const uint32_t own = order_of(comparable(total));
+      int better = 0;
+#pragma unroll 4
+      for (int g = 0; g < a.n_group; ++g) {
+        const uint32_t other = __shfl_sync(~0u, own, g);
+        better += other > own || (other == own && g < lane);
+      }
+      staying = __ballot_sync(~0u, lane < a.n_group && better < a.topk_group);
+      if (lane == 0) s.staying = staying;
+    }
+    __syncthreads();
+    staying = s.staying;
+    if (!((staying >> group) & 1) && key) key = order_of(a.masked_score_zero ? 0.0f : __int_as_float(0xff800000));
+  }
+  const uint32_t low = __reduce_max_sync(~0u, lane < 16 ? key : 0), high = __reduce_max_sync(~0u, lane < 16 ? 0 : key);
+  if (lane == 0) s.maxima[warp * 2] = low, s.maxima[warp * 2 + 1] = high;
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t best = s.maxima[lane];
+    int ahead = 0;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) ahead += __shfl_sync(~0u, best, j) > best;
+    const uint32_t least = __reduce_min_sync(~0u, ahead < a.top_k ? best : ~0u);
+    if (lane == 0) s.least = max(least, 1u);
+  }
+  __syncthreads();
+  const bool in = key >= s.least;
+  const unsigned who = __ballot_sync(~0u, in);
+  if (who) {
+    int at = 0;
+    if (lane == 0) at = atomicAdd(&s.count, __popc(who));
+    at = __shfl_sync(~0u, at, 0) + __popc(who & ((1u << lane) - 1));
+    if (in && at < kCandidates) s.candidates[at] = Candidate{key, expert};
+  }
+  __syncthreads();
+  const int count = s.count;
+  if (count > kCandidates) {
+    s.keys[expert] = key;
+    __syncthreads();
+  }
+  if (warp != 0) return 0;
+  int mine;
+  if (count > kCandidates) {
+    mine = largest_by_one(s, a.top_k);
+  } else {
+    mine = rank_candidates(s.candidates, count, a.top_k);
+  }
+  *chosen = lane < a.top_k ? s.scores[mine] : 0.0f;
+  if (grouped && a.masked_weights && lane < a.top_k && !((staying >> (mine / 32 / per)) & 1)) *chosen = 0.0f;
   return mine;
 }
 
