@@ -124,7 +124,7 @@ bool tune_decode(const char* name, int value) {
                {"many_threads", &tuning.many_threads, 64, 384, false},
                {"dependent", &tuning.dependent, 0, 1, false},
                {"release", &tuning.release, 0, 3, false},
-               {"prefetch", &tuning.prefetch, 0, 3, false}};
+               {"prefetch", &tuning.prefetch, 0, 7, false}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) != 0) continue;
     if (value < one.least || value > one.most || (one.power && (value & (value - 1)) != 0)) return false;

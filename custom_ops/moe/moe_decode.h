@@ -19,7 +19,7 @@ struct DecodeTuning {
   int32_t many_threads = 384;      // the same, more tokens
   int32_t dependent = 1;           // a kernel starts while the one before runs
   int32_t release = 2;             // early: 1 the first kernel's next one, 2 the last one's
-  int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's
+  int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's, 4 one token's experts'
 };
 DecodeTuning& decode_tuning();                  // the process's
 bool tune_decode(const char* name, int value);  // false: no such thing, or no such value

@@ -94,6 +94,20 @@ __device__ __forceinline__ void finish_slab(const DecodeArgs& a, bool gated, Pac
   }
 }
 
+// The experts' weights on their way to the L2, in the order in which they will be needed: large pieces that follow each
+// other come faster than what the warps ask for. One warp of each block.
+__device__ __forceinline__ void prefetch_experts(const Packed& w, const int* experts, int count) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const int tiles = count * w.tiles, all = tiles * w.stages, bytes = w.stage_bytes();
+#pragma unroll 1
+  for (int i = blockIdx.x + threadIdx.x % 32 * gridDim.x; i < all; i += 32 * gridDim.x) {
+    const int stage = i / tiles, rest = i - stage * tiles, item = rest / w.tiles, tile = rest - item * w.tiles;
+    const unsigned char* from = w.data + experts[item] * w.expert_bytes() + tile * w.tile_bytes() + stage * bytes;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
+  }
+#endif
+}
+
 template <typename T, Pack P, Pack S>
 __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -187,6 +201,10 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     }
     copies_commit();
   };
+  if ((a.tuning.prefetch & 4) && r.tokens == 1 && warp == warps - 1) {
+    prefetch_experts(a.gate_up, routing.ids, pairs);
+    prefetch_experts(a.down, routing.ids, pairs);
+  }
 #pragma unroll 1
   for (int i = 0; i < kFirstDepth; ++i) fetch(i * slot_bytes);
   STAMP(4);
