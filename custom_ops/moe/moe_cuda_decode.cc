@@ -60,9 +60,6 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   if (layer.shared_gate_up.count) a.by_shared_slabs = Divider(layer.shared_gate_up.tiles * 16);
   a.tuning = decode_tuning();
   a.together = scored_together(a);
-#if defined(MOE_STAMPS)
-  a.stamps = moe_stamps;
-#endif
   *bytes = parts.used();
   return a;
 }
@@ -98,12 +95,6 @@ const char* run_few(const CudaLayer& layer, const Params& p, const DeviceInfo& d
   return status == cudaSuccess ? nullptr : failed("launching the experts", status);
 }
 
-#if defined(MOE_STAMPS)
-unsigned long long* moe_stamps = nullptr;
-}
-extern "C" void deltafuse_moe_cuda_stamps(void* p) { deltafuse::moe::moe_stamps = static_cast<unsigned long long*>(p); }
-namespace deltafuse::moe {
-#endif
 DecodeTuning& decode_tuning() {
   static DecodeTuning tuning;
   return tuning;
@@ -123,12 +114,11 @@ bool tune_decode(const char* name, int value) {
                {"second_threads", &tuning.second_threads, 64, 256, true},
                {"many_threads", &tuning.many_threads, 64, 384, false},
                {"dependent", &tuning.dependent, 0, 1, false},
-               {"release", &tuning.release, 0, 3, false},
-               {"prefetch", &tuning.prefetch, 0, 7, false}};
+               {"prefetch", &tuning.prefetch, 0, 3, false}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) != 0) continue;
     if (value < one.least || value > one.most || (one.power && (value & (value - 1)) != 0)) return false;
-    if (value % 32 != 0 && one.value == &tuning.many_threads) return false;
+    if (one.value == &tuning.many_threads && value % 32 != 0) return false;
     *one.value = value;
     return true;
   }

@@ -18,8 +18,7 @@ struct DecodeTuning {
   int32_t second_threads = 256;    // of a block of the second product, one token: 64 to 256
   int32_t many_threads = 384;      // the same, more tokens
   int32_t dependent = 1;           // a kernel starts while the one before runs
-  int32_t release = 2;             // early: 1 the first kernel's next one, 2 the last one's
-  int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's, 4 one token's experts'
+  int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's
 };
 DecodeTuning& decode_tuning();                  // the process's
 bool tune_decode(const char* name, int value);  // false: no such thing, or no such value
@@ -47,26 +46,7 @@ struct Divider {
 #endif
 };
 
-#if defined(MOE_STAMPS)
-#define STAMP_INTO(kernel, i)                                                                                  \
-  do {                                                                                                         \
-    if (a.stamps && threadIdx.x % 32 == 0 && threadIdx.x / 32 < 8) {                                           \
-      unsigned long long now;                                                                                  \
-      unsigned sm;                                                                                             \
-      asm volatile("mov.u64 %0, %%clock64;" : "=l"(now));                                                      \
-      asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));                                                          \
-      a.stamps[(((kernel) * 512 + blockIdx.x) * 8 + threadIdx.x / 32) * 16 + (i)] = (now << 8) | sm;              \
-    }                                                                                                          \
-  } while (0)
-extern unsigned long long* moe_stamps;
-#else
-#define STAMP_INTO(kernel, i)
-#endif
-#define STAMP(i) STAMP_INTO(1, i)
 struct DecodeArgs {
-#if defined(MOE_STAMPS)
-  unsigned long long* stamps;
-#endif
   RouterArgs router;
   Packed gate_up, down, shared_gate_up, shared_down;  // shared: count 0 where there is none
   Activity activity;
@@ -87,8 +67,8 @@ struct DecodeArgs {
   DecodeTuning tuning;
 };
 
-int scored_each(const RouterArgs& args);   // DecodeArgs::each
-bool scored_together(const DecodeArgs& args);  // DecodeArgs::together
+int scored_each(const RouterArgs& args);             // DecodeArgs::each
+bool scored_together(const DecodeArgs& args);        // DecodeArgs::together
 size_t decode_shared_bytes(const DecodeArgs& args);  // of a block, at most
 // Router logits, and the tokens as right operands.
 cudaError_t launch_prepare(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);

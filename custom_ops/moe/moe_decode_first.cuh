@@ -9,9 +9,9 @@
 
 namespace deltafuse::moe {
 
-constexpr int kFirstThreads = 512;      // at most
-constexpr int kFirstDepth = 3;          // stages in flight a warp
-constexpr int kOperandBytes = 49152;    // of tokens in shared memory at most
+constexpr int kFirstThreads = 512;                           // at most
+constexpr int kFirstDepth = 4;                               // stages in flight a warp
+constexpr int kOperandBytes = 49152;                         // of tokens in shared memory at most
 constexpr int kChoiceBytes = kScored * 4 + kCandidates * 8;  // what a warp needs to choose
 
 struct FirstShared {
@@ -40,7 +40,8 @@ struct FirstShared {
 struct FirstTasks {
   int shared_count, begin, count;  // the block's shared tasks; its first other one; all of its own
   __device__ FirstTasks(const DecodeArgs& a, int items) {
-    const int all = a.shared_gate_up.count ? slabs_of(a.shared_gate_up) * ((a.router.tokens + kItemTokens - 1) / kItemTokens) : 0;
+    const int all =
+        a.shared_gate_up.count ? slabs_of(a.shared_gate_up) * ((a.router.tokens + kItemTokens - 1) / kItemTokens) : 0;
     shared_count = static_cast<int>((all + (gridDim.x - 1 - blockIdx.x)) / gridDim.x);
     const uint32_t own = items * slabs_of(a.gate_up);  // at most 512 items of 4096 slabs
     begin = static_cast<int>(own * blockIdx.x / gridDim.x);
@@ -59,8 +60,8 @@ struct FirstTasks {
   }
 };
 
-// A slab's channels of up to 4 tokens, those of rows g and g + 8 of the lane's token if it has one: sums to activations,
-// for the second product. The whole warp.
+// A slab's channels of up to 4 tokens, those of rows g and g + 8 of the lane's token if it has one: sums to
+// activations, for the second product. The whole warp.
 template <typename T>
 __device__ __forceinline__ void finish_slab(const DecodeArgs& a, bool gated, Pack h_pack, float low, float high,
                                             float weight, bool have, int row, int slab) {
@@ -72,7 +73,8 @@ __device__ __forceinline__ void finish_slab(const DecodeArgs& a, bool gated, Pac
     const int group = gated ? slab : slab * 2 + j, channel = group * 8 + g;
     const float value = weight * (gated ? join(a.activity, low, high) : activate(a.activity.kind, j ? high : low));
     if (!digits) {
-      if (have) reinterpret_cast<T*>(h)[channel / 128 * 128 + operand_slot(h_pack, channel % 128)] = from_float<T>(value);
+      if (have)
+        reinterpret_cast<T*>(h)[channel / 128 * 128 + operand_slot(h_pack, channel % 128)] = from_float<T>(value);
       continue;
     }
     uint32_t most = __float_as_uint(value) & 0x7fffffffu;
@@ -94,20 +96,6 @@ __device__ __forceinline__ void finish_slab(const DecodeArgs& a, bool gated, Pac
   }
 }
 
-// The experts' weights on their way to the L2, in the order in which they will be needed: large pieces that follow each
-// other come faster than what the warps ask for. One warp of each block.
-__device__ __forceinline__ void prefetch_experts(const Packed& w, const int* experts, int count) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const int tiles = count * w.tiles, all = tiles * w.stages, bytes = w.stage_bytes();
-#pragma unroll 1
-  for (int i = blockIdx.x + threadIdx.x % 32 * gridDim.x; i < all; i += 32 * gridDim.x) {
-    const int stage = i / tiles, rest = i - stage * tiles, item = rest / w.tiles, tile = rest - item * w.tiles;
-    const unsigned char* from = w.data + experts[item] * w.expert_bytes() + tile * w.tile_bytes() + stage * bytes;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
-  }
-#endif
-}
-
 template <typename T, Pack P, Pack S>
 __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -122,7 +110,6 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   const int pairs = r.tokens * r.top_k;
 
   // What the choice does not decide comes before the wait. Whatever was before the kernel before is done.
-  STAMP(0);
   if ((a.tuning.prefetch & 2) && a.shared_gate_up.count) {
     const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, of = int64_t(gridDim.x) * blockDim.x;
     to_l2(a.shared_gate_up.data, a.shared_gate_up.expert_bytes(), at, of);
@@ -131,7 +118,6 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   if (threadIdx.x < 32) routing.used[threadIdx.x] = 0;
   FirstTasks tasks(a, pairs);
   wait_previous();
-  STAMP(1);
   const unsigned char* x_rows = static_cast<const unsigned char*>(a.x.data);
   if (FirstShared::operand_here(a)) {  // the warps that choose come last
     const uint32_t here = shared_address(shared + FirstShared::operand_at(a, warps));
@@ -166,11 +152,9 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   } else {
     route(r, routing, blockIdx.x == 0);
   }
-  STAMP(2);
   copies_wait<0>();
   __syncthreads();
   if (r.tokens > 1) list_items(r, routing);
-  STAMP(3);
   if (r.tokens > 1) tasks = FirstTasks(a, uniform(routing.counts[0]));
 
   // The next stage to copy: all of a warp's stages of all its tasks, one after the other.
@@ -201,13 +185,8 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     }
     copies_commit();
   };
-  if ((a.tuning.prefetch & 4) && r.tokens == 1 && warp == warps - 1) {
-    prefetch_experts(a.gate_up, routing.ids, pairs);
-    prefetch_experts(a.down, routing.ids, pairs);
-  }
 #pragma unroll 1
   for (int i = 0; i < kFirstDepth; ++i) fetch(i * slot_bytes);
-  STAMP(4);
 
   if (blockIdx.x == 0) {  // for the second product
 #pragma unroll 1
@@ -218,7 +197,8 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence();
-      asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(a.routed), "r"(r.tokens > 1 ? routing.counts[1] : pairs)
+      asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(a.routed),
+                   "r"(r.tokens > 1 ? routing.counts[1] : pairs)
                    : "memory");
     }
   }
@@ -304,14 +284,12 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
 #pragma unroll 1
       for (int i = 0; i < split - 1; ++i) total[0] += mine[i * 32].x, total[1] += mine[i * 32].y;
     }
-    STAMP(5);
     const float factor = w.multiplier ? w.multiplier[expert] : 1.0f;
     const float weight = !own ? routing.weights[pair] : a.gates ? a.gates[pair] : 1.0f;
     finish_slab<T>(a, w.gated, own ? a.shared_down.pack : a.down.pack, total[0] * factor, total[1] * factor, weight,
                    t < count, own ? pairs + pair : pair, slab);
   }
   copies_wait<0>();
-  STAMP(6);
 }
 
 template <typename T, Pack P, Pack S>
@@ -326,7 +304,8 @@ cudaError_t launch_first_pair(const DecodeArgs& a, const DeviceInfo& device, cud
   if (status != cudaSuccess) return status;
   const int wanted = a.tuning.first_blocks ? a.tuning.first_blocks : a.router.tokens == 1 ? 1 : 2;
   const int each = resident < 1 ? 1 : resident < wanted ? resident : wanted;
-  const int64_t tasks = int64_t(a.shared_gate_up.count ? slabs_of(a.shared_gate_up) : 0) * ((a.router.tokens + kItemTokens - 1) / kItemTokens) +
+  const int64_t tasks = int64_t(a.shared_gate_up.count ? slabs_of(a.shared_gate_up) : 0) *
+                            ((a.router.tokens + kItemTokens - 1) / kItemTokens) +
                         int64_t(a.router.tokens) * a.router.top_k * slabs_of(a.gate_up);
   const int64_t room = int64_t(device.multiprocessors) * each;
   return launch_kernel(decode_first_kernel<T, P, S>, tasks < room ? tasks : room, threads, shared,

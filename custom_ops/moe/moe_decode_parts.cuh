@@ -72,15 +72,13 @@ __device__ __forceinline__ int digit_at(int col) {
   return col / 128 * 256 + step / 4 * 128 + col % 8 / 2 * 16 + step % 4 * 4 + col % 2 * 2 + col % 16 / 8;
 }
 // Where something of 8 columns stands: a lane's four of 128 columns, t, t + 4, .., lie beside each other.
-__device__ __forceinline__ int group_at(int group) {
-  return group / 16 * 16 + group % 4 * 4 + group % 16 / 4;
-}
+__device__ __forceinline__ int group_at(int group) { return group / 16 * 16 + group % 4 * 4 + group % 16 / 4; }
 
-// Two int8 digits of numbers, relative to the largest of their 128 columns: |h l| is at most 2^14, so numbers are off by
-// 2^-15 of the largest at most; those of eight bits that are not smaller than 2^-7 of it are exact.
+// Two int8 digits of numbers, relative to the largest of their 128 columns: |h l| is at most 2^14, so numbers are off
+// by 2^-15 of the largest at most; those of eight bits that are not smaller than 2^-7 of it are exact.
 struct Digits {
-  float scale, by;  // of a number in digits; and back
-  __device__ explicit Digits(uint32_t most) {  // the largest magnitude's bits
+  float scale, by;                                               // of a number in digits; and back
+  __device__ explicit Digits(uint32_t most) {                    // the largest magnitude's bits
     const int exponent = max(static_cast<int>(most >> 23), 27);  // biased
     scale = __uint_as_float(static_cast<uint32_t>(exponent - 13) << 23);
     by = __uint_as_float(static_cast<uint32_t>(267 - exponent) << 23);
@@ -98,10 +96,9 @@ struct Digits {
 
 // D += A B in integers, A 16 x 32, B 32 x 8, fours along k.
 __device__ __forceinline__ void mma_integers(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 // ((x ^ 0x88..) & 0xf0..): the upper four bits of each byte as a signed number 16 times as large.
 __device__ __forceinline__ uint32_t upper_fours(uint32_t x) {
@@ -135,9 +132,9 @@ struct Integers {
   }
 };
 
-// total += scales * 16 rows of weights times 4 tokens; the lane gets rows g and g + 8 of token t. right: the lane's part
-// of the stage's columns of token g / 2. scale: what counts the token t's digits. sum_of(sub): what its 32 columns add
-// up to, with zero points. kFine: weights' scales are for 32 columns, else for 128.
+// total += scales * 16 rows of weights times 4 tokens; the lane gets rows g and g + 8 of token t. right: the lane's
+// part of the stage's columns of token g / 2. scale: what counts the token t's digits. sum_of(sub): what its 32 columns
+// add up to, with zero points. kFine: weights' scales are for 32 columns, else for 128.
 template <typename T, Pack P, bool kFine, typename SumOf>
 __device__ __forceinline__ void multiply_digits(bool zeros, const unsigned char* slot, const unsigned char* right,
                                                 float scale, SumOf sum_of, float (&total)[2]) {
@@ -187,7 +184,8 @@ __device__ __forceinline__ void multiply_floats(const unsigned char* slot, const
     const uint4 x = *reinterpret_cast<const uint4*>(row), y = *reinterpret_cast<const uint4*>(row + 1024);
 #pragma unroll
     for (int i = 0; i < kPerPiece; i += 2) {
-      const uint4 b = have ? *reinterpret_cast<const uint4*>(right + (piece * kPerPiece + i) * 32) : make_uint4(0, 0, 0, 0);
+      const uint4 b =
+          have ? *reinterpret_cast<const uint4*>(right + (piece * kPerPiece + i) * 32) : make_uint4(0, 0, 0, 0);
       uint32_t one[4], two[4];
       Left::floats(x, y, i, one), Left::floats(x, y, i + 1, two);
       mma(sum[0], one, b.x, b.y, T());
@@ -203,9 +201,9 @@ __device__ __forceinline__ void multiply_floats(const unsigned char* slot, const
   for (int i = 0; i < 4; ++i) total[i] = fmaf(i < 2 ? s0 : s1, sum[0][i] + sum[1][i], total[i]);
 }
 
-// total += weights' scales * 16 rows of weights times one row of h: the columns of the product are its digits, apart for
-// the four 8-channel groups of 32 channels, each with a scale of its own; the lane gets group t's part of rows g and
-// g + 8. right: the lane's digits; scales, sums (with zero points): of the lane's groups in this stage.
+// total += weights' scales * 16 rows of weights times one row of h: the columns of the product are its digits, apart
+// for the four 8-channel groups of 32 channels, each with a scale of its own; the lane gets group t's part of rows g
+// and g + 8. right: the lane's digits; scales, sums (with zero points): of the lane's groups in this stage.
 struct GroupMasks {
   uint32_t even, odd;  // what the lane's column takes of a step's four channels
   __device__ GroupMasks() {
@@ -265,9 +263,6 @@ cudaError_t dispatch_packs(Pack pack, Pack shared, Run run) {
     }
     return run(own, own);
   };
-#if defined(MOE_MINI)
-  return run(PackOf<Pack::kInt4>(), PackOf<Pack::kInt4>());
-#endif
   switch (pack) {
     case Pack::kPlain:
       return with(PackOf<Pack::kPlain>());

@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
   const unsigned char* ring = rings + warp * ring_bytes;
   const uint32_t ring_address = shared_address(ring);
 
-  STAMP_INTO(2, 0);
   // This kernel may start when the one before the first product is done, which sets routed to zero.
   int items;
   do {
@@ -106,7 +105,8 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
     for (int n = 0; n < kTokens; ++n) totals[(warp * kTokens + n) * 32 + lane] = make_float2(0.0f, 0.0f);
     __syncthreads();
     // Work is stages: each item's, then the shared expert's.
-    const int own_stages = count * a.down.stages, stages = own_stages + (a.shared_down.count ? a.shared_down.stages : 0);
+    const int own_stages = count * a.down.stages,
+              stages = own_stages + (a.shared_down.count ? a.shared_down.stages : 0);
     const Source source = slab_source<P>(a.down, 0, slab, 0);
     const int64_t expert_bytes = a.down.expert_bytes();
     auto fetch = [&](int unit, int to) {
@@ -122,11 +122,8 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
     };
 #pragma unroll 1
     for (int i = 0; i < kDepth; ++i) fetch(warp + i * warps, i * slot_bytes);
-    STAMP_INTO(2, 1);
     if (!waited) {
-      if (a.tuning.release & 2) release_next();
       wait_previous();  // for the activations
-      STAMP_INTO(2, 2);
       release_next();
       waited = true;
       if constexpr (kOne) {
@@ -150,7 +147,6 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
         copies_wait<0>();
         __syncthreads();
       }
-      STAMP_INTO(2, 3);
     }
     float floats[4] = {}, own_total[2] = {};
     int at = 0;
@@ -167,16 +163,17 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
       u.digits[0] = *reinterpret_cast<const uint4*>(right), u.digits[1] = *reinterpret_cast<const uint4*>(right + 128);
       u.scales = *reinterpret_cast<const float4*>(h_scales + row * h_groups + u.stage * 16 + t * 4);
     };
+    auto digits = [](bool own) { return own ? kShared : kInteger; };
     auto find = [&](int unit) {
       Unit u{};
       u.own = unit >= own_stages;
       u.item = u.own ? 0 : a.by_stages(unit);
       u.stage = u.own ? unit - own_stages : unit - u.item * a.down.stages;
       if (kOne) {
-        if (kInteger && unit < stages) load_row(u, u.own ? pairs : u.item);
+        if (digits(u.own) && unit < stages) load_row(u, u.own ? pairs : u.item);
       } else if (unit < stages) {
         if (!u.own) u.item = wanted[u.item];
-        if (kInteger && (P == S || kShared || !u.own)) {
+        if (digits(u.own)) {
           u.mine = u.own ? (base + lane < r.tokens ? pairs + base + lane : -1) : table[u.item * 8 + lane % 8];
           u.who = __ballot_sync(~0u, lane < 8 && u.mine >= 0);
           load_row(u, __shfl_sync(~0u, u.mine, __ffs(static_cast<int>(u.who)) - 1));
@@ -197,9 +194,9 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
         if constexpr (kPack == Pack::kInt4 || kPack == Pack::kInt8) {
           const float factor = w.multiplier ? w.multiplier[u.own ? 0 : experts[u.item]] : 1.0f;
           const bool fine = w.sub != 1, zeros = w.zeros;
-          auto run = [&](int row, float(&total)[2]) {
-            const float4 sums = zeros ? *reinterpret_cast<const float4*>(h_sums + row * h_groups + u.stage * 16 + t * 4)
-                                      : float4{};
+          auto run = [&](int row, float (&total)[2]) {
+            const float4 sums =
+                zeros ? *reinterpret_cast<const float4*>(h_sums + row * h_groups + u.stage * 16 + t * 4) : float4{};
             if (fine) {
               multiply_groups<T, kPack, true>(zeros, slot, u.digits, masks, u.scales, sums, factor, total);
             } else {
@@ -224,8 +221,8 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
         } else {  // columns are tokens
           int row = u.own ? (base + g < r.tokens ? pairs + base + g : -1) : kOne ? u.item : table[u.item * 8 + g];
           if (kOne && u.own) row = pairs;
-          multiply_floats<T, kPack>(slot, h + max(row, 0) * h_row + u.stage * (kStageCols<kPack> * 2) + t * 16, row >= 0,
-                                    floats);
+          multiply_floats<T, kPack>(slot, h + max(row, 0) * h_row + u.stage * (kStageCols<kPack> * 2) + t * 16,
+                                    row >= 0, floats);
         }
       };
       if (P == S || !u.own) {
@@ -237,10 +234,10 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
       fetch(unit + kDepth * warps, at);
       at = at + slot_bytes == ring_bytes ? 0 : at + slot_bytes;
     }
-    STAMP_INTO(2, 4);
     copies_wait<0>();
     if constexpr (kOne) {
-      totals[warp * 32 + lane] = make_float2(own_total[0] + (t ? 0.0f : floats[0]), own_total[1] + (t ? 0.0f : floats[2]));
+      totals[warp * 32 + lane] =
+          make_float2(own_total[0] + (t ? 0.0f : floats[0]), own_total[1] + (t ? 0.0f : floats[2]));
     } else if constexpr (S == Pack::kPlain || S == Pack::kFloat8) {
       float2* mine = totals + (warp * kTokens + 2 * t) * 32 + g * 4;
       mine[0].x += floats[0], mine[0].y += floats[2];
@@ -263,7 +260,6 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
     }
     if (!kOne) __syncthreads();
   }
-  STAMP_INTO(2, 5);
 }
 
 template <typename T, Pack P, Pack S, bool kOne>

@@ -17,9 +17,7 @@ int scored_each(const RouterArgs& r) {
   return !r.softmax && r.experts <= kScored && simple ? each : 0;
 }
 
-bool scored_together(const DecodeArgs& a) {
-  return chooses_together(a.router) && a.tuning.first_threads == kScored;
-}
+bool scored_together(const DecodeArgs& a) { return chooses_together(a.router) && a.tuning.first_threads == kScored; }
 
 size_t decode_shared_bytes(const DecodeArgs& a) {
   const size_t first = FirstShared::bytes(a, a.tuning.first_threads / 32);

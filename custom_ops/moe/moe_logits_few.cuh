@@ -125,12 +125,11 @@ __device__ __forceinline__ void make_logits(const RouterArgs& r, int first_exper
   }
 }
 
-// The same of one token whose rows are not longer than the loads of all threads at once. Weights are on their way before
-// wait(), the wait for the kernel before, and all that comes after it runs once before it on zeros: instructions that
-// are not in the cache cost more than the work.
-template <typename T, typename W, typename Early, typename Wait, typename Store>
-__device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_expert, Early early, Wait wait,
-                                                Store store) {
+// The same of one token whose rows are not longer than the loads of all threads at once. Weights are on their way
+// before wait(), the wait for the kernel before, and all that comes after it runs once before it on zeros: instructions
+// that are not in the cache cost more than the work.
+template <typename T, typename W, typename Wait, typename Store>
+__device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_expert, Wait wait, Store store) {
   __shared__ double partial[kLogitsWarps][kLogitsExperts];
   constexpr int kWide = 16 / sizeof(W), kAhead = sizeof(W) == 4 ? 3 : 2;
   struct alignas(kWide * sizeof(T)) Columns {
@@ -151,7 +150,6 @@ __device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_e
   for (int pass = 0; pass < 2; ++pass) {
     Columns c[kAhead] = {};
     if (pass) {
-      early();
       wait();
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {

@@ -43,7 +43,8 @@ __device__ __forceinline__ void arrange_digits(const Operand& to, const T* x, in
     uint32_t high, low;
     digits.split(values, &high, &low);
     auto* out = reinterpret_cast<uint32_t*>(static_cast<unsigned char*>(to.data) +
-                                            (int64_t(token) * blocks + block) * 256 + step / 4 * 128 + t * 16) + step % 4;
+                                            (int64_t(token) * blocks + block) * 256 + step / 4 * 128 + t * 16) +
+                step % 4;
     out[0] = high, out[16] = low;
     if (lane == 0) to.scales[token * blocks + block] = digits.scale;
     if (to.sums) {
@@ -88,41 +89,34 @@ template <typename T, typename W, int kTokens>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ DecodeArgs a, int expert_blocks) {
   const RouterArgs& r = a.router;
   const int expert = blockIdx.x * kLogitsExperts;
-  STAMP_INTO(0, 0);
+  const bool scored = a.each || a.together;
   if (static_cast<int>(blockIdx.x) < expert_blocks) {
     auto store = [&](int token, int e, float logit, bool write) {
-      if (a.each) {
+      if (scored) {
         store_scored(r, a.scored + token * (2 * kScored), scored_place(a, e), e, logit, write);
       } else if (write) {
         r.logits[int64_t(token) * r.experts + e] = logit;
       }
     };
     if (kTokens == 1 && one_at_once<W>(r)) {
-      auto early = [&] {
-        STAMP_INTO(0, 3);
-        if (a.tuning.release & 1) release_next();
-      };
       auto wait = [&] {
         wait_previous();
-        STAMP_INTO(0, 1);
         release_next();
       };
-      make_logits_one<T, W>(r, expert, early, wait, [&](int e, float logit, bool write) { store(0, e, logit, write); });
+      make_logits_one<T, W>(r, expert, wait, [&](int e, float logit, bool write) { store(0, e, logit, write); });
     } else {
       if (a.tuning.prefetch & 1) prefetch_weights<W>(r, expert);
       wait_previous();
-      STAMP_INTO(0, 1);
       release_next();
       make_logits<T, W, kTokens>(r, expert, [&](int token, int e, float logit) { store(token, e, logit, true); });
     }
   } else {
-    if (kTokens == 1 && (a.tuning.release & 1)) release_next();
     wait_previous();
     release_next();
     const int token = blockIdx.x - expert_blocks;
     if (token == 0 && threadIdx.x == 0) *a.routed = 0;  // the second product waits for it
     const T* x = static_cast<const T*>(r.x) + int64_t(token) * r.hidden;
-    if (a.each && !r.weight) {
+    if (scored && !r.weight) {
 #pragma unroll 1
       for (int e = threadIdx.x; e < r.experts; e += kThreads) {
         store_scored(r, a.scored + token * (2 * kScored), scored_place(a, e), e, logit_of(r, token, e));
@@ -132,7 +126,6 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     if (a.shared_x.data) arrange_any(a.shared_x, x, r.hidden, token);
     if (a.shared_gate) make_gate(a, x, token);
   }
-  STAMP_INTO(0, 2);
 }
 
 template <typename T, typename W>
@@ -140,7 +133,9 @@ cudaError_t prepare(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t 
   const int expert_blocks = a.router.weight ? (a.router.experts + kLogitsExperts - 1) / kLogitsExperts : 0;
   const bool dependent = device.capability >= 90 && a.tuning.dependent;
   const int tokens = a.router.tokens;
-  return launch_kernel(tokens == 1 ? prepare_kernel<T, W, 1> : tokens <= 4 ? prepare_kernel<T, W, 4> : prepare_kernel<T, W, 8>,
+  return launch_kernel(tokens == 1   ? prepare_kernel<T, W, 1>
+                       : tokens <= 4 ? prepare_kernel<T, W, 4>
+                                     : prepare_kernel<T, W, 8>,
                        expert_blocks + a.router.tokens, kThreads, 0, dependent, stream, a, expert_blocks);
 }
 

@@ -217,8 +217,8 @@ __device__ __forceinline__ int rank_candidates(Candidate* candidates, int count,
 }
 
 // The top_k largest keys, of equal ones the lower expert first, lane j gets the j-th; the whole warp. A lane holds
-// `each` neighbouring experts, kEach at most. Only keys as large as the top_k-th of the lanes' best ones can be among them: those go to
-// shared memory, and each finds how many are ahead of it.
+// `each` neighbouring experts, kEach at most. Only keys as large as the top_k-th of the lanes' best ones can be among
+// them: those go to shared memory, and each finds how many are ahead of it.
 template <int kEach>
 __device__ __forceinline__ int largest(uint32_t (&keys)[kEach], int each, int top_k, Candidate* candidates) {
   const int lane = threadIdx.x % 32;
@@ -367,15 +367,16 @@ __device__ __forceinline__ void select(const RouterArgs& a, const float* scores,
   }
 }
 
-// Chooses from what store_scored left of a token; the whole warp. here: kScored floats of the warp's own. Lane j < top_k
-// gets the j-th expert, and then what its weight is made of.
+// Chooses from what store_scored left of a token; the whole warp. here: kScored floats of the warp's own. Lane j <
+// top_k gets the j-th expert, and then what its weight is made of.
 __device__ __forceinline__ int select_scored(const RouterArgs& a, int each, const float* scored, float* here,
                                              Candidate* candidates, float* score) {
   constexpr int kEach = kScored / 32;
   const int lane = threadIdx.x % 32;
   uint4 keys4[kEach / 4];
 #pragma unroll
-  for (int i = 0; i < kEach / 4; ++i) keys4[i] = __ldcg(reinterpret_cast<const uint4*>(scored + kScored) + i * 32 + lane);
+  for (int i = 0; i < kEach / 4; ++i)
+    keys4[i] = __ldcg(reinterpret_cast<const uint4*>(scored + kScored) + i * 32 + lane);
 #pragma unroll
   for (int i = 0; i < kEach / 4; ++i) {
     reinterpret_cast<uint4*>(here)[i * 32 + lane] = __ldcg(reinterpret_cast<const uint4*>(scored) + i * 32 + lane);

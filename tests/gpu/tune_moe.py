@@ -28,7 +28,7 @@ from gpu.moe_runner import Call, Kernels, Layer, find_library, tolerance
 Way = dict[str, int]
 DEFAULTS: Way = {
     "tokens": 32, "first_threads": 512, "first_blocks": 0, "split": 2, "second_threads": 256, "many_threads": 384,
-    "dependent": 1, "prefetch": 3, "release": 2,
+    "dependent": 1, "prefetch": 3,
 }  # fmt: skip
 ONE_TOKEN: tuple[Way, ...] = (
     {},
