@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
             multiply_digits<T, kPack, false>(zeros, ring + at, right, scale, sum_of, total);
           }
         } else {
-          multiply_floats<T, kPack>(ring + at, right, true, floats);
+          multiply_floats<T, kPack>(ring + at, right, true, 1.0f, floats);
         }
         __syncwarp();
         right += split * kBytes;

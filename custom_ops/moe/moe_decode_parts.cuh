@@ -173,7 +173,7 @@ __device__ __forceinline__ void multiply_digits(bool zeros, const unsigned char*
 // For floating-point weights; total: rows g and g + 8 of columns 2 t and 2 t + 1. have: else zeros.
 template <typename T, Pack P>
 __device__ __forceinline__ void multiply_floats(const unsigned char* slot, const unsigned char* right, bool have,
-                                                float (&total)[4]) {
+                                                float factor, float (&total)[4]) {
   using Left = Raw<T, P>;
   constexpr int kPerPiece = P == Pack::kFloat8 ? 4 : 2;  // steps of a lane's 16 bytes
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -192,10 +192,10 @@ __device__ __forceinline__ void multiply_floats(const unsigned char* slot, const
       mma(sum[1], two, b.z, b.w, T());
     }
   }
-  float s0 = 1.0f, s1 = 1.0f;
+  float s0 = factor, s1 = factor;
   if constexpr (P == Pack::kFloat8) {
     const float* scale = reinterpret_cast<const float*>(slot + Shape<P>::kWords * 512) + g;
-    s0 = scale[0] * Left::kFactor, s1 = scale[8] * Left::kFactor;
+    s0 *= scale[0] * Left::kFactor, s1 *= scale[8] * Left::kFactor;
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) total[i] = fmaf(i < 2 ? s0 : s1, sum[0][i] + sum[1][i], total[i]);

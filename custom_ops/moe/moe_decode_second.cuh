@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
       auto multiply = [&](auto pack, const Packed& w) {
         constexpr Pack kPack = decltype(pack)::kPack;
         const unsigned char* slot = ring + at;
+        const float factor = w.multiplier ? w.multiplier[u.own ? 0 : experts[u.item]] : 1.0f;
         if constexpr (kPack == Pack::kInt4 || kPack == Pack::kInt8) {
-          const float factor = w.multiplier ? w.multiplier[u.own ? 0 : experts[u.item]] : 1.0f;
           const bool fine = w.sub != 1, zeros = w.zeros;
           auto run = [&](int row, float (&total)[2]) {
             const float4 sums =
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
           int row = u.own ? (base + g < r.tokens ? pairs + base + g : -1) : kOne ? u.item : table[u.item * 8 + g];
           if (kOne && u.own) row = pairs;
           multiply_floats<T, kPack>(slot, h + max(row, 0) * h_row + u.stage * (kStageCols<kPack> * 2) + t * 16,
-                                    row >= 0, floats);
+                                    row >= 0, factor, floats);
         }
       };
       if (P == S || !u.own) {
