@@ -132,7 +132,7 @@ def test_many_tokens_of_one_expert(kernels: Kernels, tokens: int, case: str) -> 
 )
 def test_one_token_chosen_by_a_block(tuned: Kernels, groups: dict[str, object], case: str) -> None:
     """Groups of whole warps; by warps alone with 256 threads, and by the prompts' kernels."""
-    few = replace(LAYER, **{"hidden_size": 128, "intermediate_size": 128, "num_experts": 256, **groups})  # type: ignore[arg-type]
+    few = replace(LAYER, **{"hidden_size": 128, "intermediate_size": 128, "num_experts": 256, **groups})
     check(tuned, few, 1, case)
     tuned.tune("decode_first_threads", 256)
     check(tuned, few, 1, case)
