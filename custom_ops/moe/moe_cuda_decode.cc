@@ -7,19 +7,19 @@
 namespace deltafuse::moe {
 namespace {
 
-// A right operand for a matrix's products.
-Operand operand_for(const Packed& w, Parts* parts, int64_t tokens) {
+constexpr int kMostTiles = 256;  // of the first product: tasks are counted in 32 bits
+
+bool of_integers(const Packed& w) { return w.pack == Pack::kInt4 || w.pack == Pack::kInt8; }
+// A right operand for a matrix's products, and another's if that takes the same.
+Operand operand_for(const Packed& w, const Packed& other, Parts* parts, int64_t tokens) {
   Operand x;
   x.cols = w.blocks() * 128, x.pack = w.pack;
-  x.sub = w.pack == Pack::kInt4 || w.pack == Pack::kInt8 ? w.sub : 0;
   x.data = parts->take<uint16_t>(tokens * x.cols);
-  if (x.sub) x.sums = parts->take<float>(tokens * w.blocks() * x.sub);
+  if (x.digits()) x.scales = parts->take<float>(tokens * w.blocks());
+  if (x.digits() && (w.zeros || (other.count && other.zeros))) x.sums = parts->take<float>(tokens * w.blocks() * 4);
   return x;
 }
-bool takes(const Packed& w, const Operand& x) {
-  const bool integers = w.pack == Pack::kInt4 || w.pack == Pack::kInt8;
-  return integers ? x.sub == w.sub : x.pack == w.pack;
-}
+bool takes(const Packed& w, const Operand& x) { return of_integers(w) ? x.digits() : x.pack == w.pack; }
 
 // The arguments with their places in the workspace at `base`, and its size.
 DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int64_t* bytes) {
@@ -29,13 +29,17 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   a.router = router_args(p, 0, static_cast<int>(tokens));
   float* logits = parts.take<float>(tokens * p.num_experts);
   if (p.router_weight) a.router.logits = logits;
+  a.scored = parts.take<float>(tokens * 2 * kScored);
+  a.each = scored_each(a.router);
   a.gate_up = layer.gate_up, a.down = layer.down;
   a.shared_gate_up = layer.shared_gate_up, a.shared_down = layer.shared_down;
   a.activity = activity(p);
-  a.x = operand_for(layer.gate_up, &parts, tokens);
+  a.x = operand_for(layer.gate_up, layer.shared_gate_up, &parts, tokens);
   a.h_stride = hidden_stride(layer.gate_up, layer.down);
   if (layer.shared_gate_up.count) {
-    if (!takes(layer.shared_gate_up, a.x)) a.shared_x = operand_for(layer.shared_gate_up, &parts, tokens);
+    if (!takes(layer.shared_gate_up, a.x)) {
+      a.shared_x = operand_for(layer.shared_gate_up, Packed{}, &parts, tokens);
+    }
     a.h_stride = std::max(a.h_stride, hidden_stride(layer.shared_gate_up, layer.shared_down));
     a.shared_gate = p.shared_gate_weight;
     a.shared_gate_type = p.shared_gate_float32 ? DType::kFloat32 : p.dtype;
@@ -44,10 +48,18 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   }
   a.routed = parts.take<int32_t>(1 + 2 * pairs);
   a.h = parts.take<uint16_t>((pairs + tokens) * a.h_stride);
+  const Packed &down = layer.down, &shared = layer.shared_down;
+  const bool digits = of_integers(down) || (shared.count && of_integers(shared));
+  const bool zeros = (of_integers(down) && down.zeros) || (shared.count && of_integers(shared) && shared.zeros);
+  if (digits) a.h_scales = parts.take<float>((pairs + tokens) * (a.h_stride / 8));
+  if (zeros) a.h_sums = parts.take<float>((pairs + tokens) * (a.h_stride / 8));
+  a.has_scales = digits, a.has_sums = zeros;
   a.y = p.y;
   a.by_slabs = Divider(layer.gate_up.tiles * 16), a.by_top_k = Divider(p.top_k);
+  a.by_stages = Divider(layer.down.stages);
   if (layer.shared_gate_up.count) a.by_shared_slabs = Divider(layer.shared_gate_up.tiles * 16);
   a.tuning = decode_tuning();
+  a.together = scored_together(a);
   *bytes = parts.used();
   return a;
 }
@@ -62,7 +74,7 @@ bool is_few(const CudaLayer& layer, const Params& p, const DeviceInfo& device) {
     const Packed &a = layer.shared_gate_up, &b = layer.shared_down;
     if (a.pack != b.pack || (a.pack != Pack::kPlain && a.pack != layer.gate_up.pack)) return false;
   }
-  if (layer.gate_up.pack != layer.down.pack) return false;
+  if (layer.gate_up.pack != layer.down.pack || layer.gate_up.tiles > kMostTiles) return false;
   int64_t bytes = 0;
   return decode_shared_bytes(decode_args(layer, p, nullptr, &bytes)) + 1024 <= static_cast<size_t>(device.shared_bytes);
 }
@@ -100,14 +112,13 @@ bool tune_decode(const char* name, int value) {
                {"first_blocks", &tuning.first_blocks, 0, 8, false},
                {"split", &tuning.split, 1, 8, true},
                {"second_threads", &tuning.second_threads, 64, 256, true},
-               {"many_threads", &tuning.many_threads, 64, 512, true},
+               {"many_threads", &tuning.many_threads, 64, 384, false},
                {"dependent", &tuning.dependent, 0, 1, false},
-               {"prefetch", &tuning.prefetch, 0, 3, false},
-               {"rehearse", &tuning.rehearse, 0, 1, false},
-               {"multiply", &tuning.multiply, 0, 1, false}};
+               {"prefetch", &tuning.prefetch, 0, 3, false}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) != 0) continue;
     if (value < one.least || value > one.most || (one.power && (value & (value - 1)) != 0)) return false;
+    if (one.value == &tuning.many_threads && value % 32 != 0) return false;
     *one.value = value;
     return true;
   }

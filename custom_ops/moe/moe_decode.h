@@ -7,6 +7,7 @@ namespace deltafuse::moe {
 
 constexpr int kDecodeTokens = 32;  // calls of more tokens are prompts
 constexpr int kDecodePairs = 512;  // token-expert pairs of a decode call
+constexpr int kScored = 512;       // experts of a token that a warp chooses from, at most (see store_scored)
 
 // How the kernels are driven; results differ in rounding at most.
 struct DecodeTuning {
@@ -15,22 +16,22 @@ struct DecodeTuning {
   int32_t first_blocks = 0;        // a multiprocessor: 0: one for one token, else two where they fit
   int32_t split = 2;               // warps that share 16 rows: 1, 2, 4, 8
   int32_t second_threads = 256;    // of a block of the second product, one token: 64 to 256
-  int32_t many_threads = 512;      // the same, more tokens: 64 to 512
+  int32_t many_threads = 384;      // the same, more tokens
   int32_t dependent = 1;           // a kernel starts while the one before runs
   int32_t prefetch = 3;            // weights that go to the L2 early: 1 the router's, 2 the shared expert's
-  int32_t rehearse = 1;            // instructions run once on made-up numbers while the real ones are waited for
-  int32_t multiply = 0;            // one token's second product, int4: half of the shifts are multiplications
 };
 DecodeTuning& decode_tuning();                  // the process's
 bool tune_decode(const char* name, int value);  // false: no such thing, or no such value
 
-// Tokens as the right operand of a product.
+// Tokens as the right operand of the first product, rows of 2 * cols bytes. Integer weights: each number is two int8
+// digits, 256 h + l, times a scale of its 128 columns (see digit_at); else T in the order of operand_slot.
 struct Operand {
-  void* data = nullptr;   // T [N, cols], columns in the order of operand_slot
-  float* sums = nullptr;  // integer weights: [N, cols / 128 * sub], what the columns that share a scale add up to
-  int32_t cols = 0;       // a multiple of 128
+  void* data = nullptr;
+  float* scales = nullptr;  // integer weights: [N, cols / 128]
+  float* sums = nullptr;    // with zero points: [N, cols / 32], what 32 columns add up to
+  int32_t cols = 0;         // a multiple of 128
   Pack pack = Pack::kPlain;
-  int32_t sub = 0;  // 0: no sums
+  __host__ __device__ bool digits() const { return pack == Pack::kInt4 || pack == Pack::kInt8; }
 };
 
 // Quotients by a number d that is known when the kernel is launched, of n below 2^32 / d.
@@ -53,15 +54,21 @@ struct DecodeArgs {
   DType shared_gate_type;
   Operand x, shared_x;  // for gate_up; for shared_gate_up, data null where x serves
   float* gates;         // [N] sigmoid(shared_gate x)
+  float* scored;        // [N, 2, kScored] (see store_scored) where `each`
+  int32_t each;         // experts a lane chooses from; 0: the choice is made from logits
+  int32_t together;     // the block chooses; scores and keys lie by expert
   int32_t* routed;      // how many experts are used; which [pairs]; the place of each pair's there [pairs]
-  void* h;              // T [pairs + tokens, h_stride], in the order of the second product's right operands
-  int32_t h_stride;     // elements
+  void* h;              // [pairs + tokens, 2 * h_stride bytes] right operands of the second product
+  int32_t h_stride, has_scales, has_sums;  // elements; of h
   void* y;
-  Divider by_slabs, by_shared_slabs, by_top_k;  // slabs: groups of 16 rows of gate_up, of shared_gate_up
-  uint32_t by_8 = 1u << 24, by_12 = 1u << 20;   // products' high halves are shifts; unknown to the compiler
+  float *h_scales, *h_sums;  // [pairs + tokens, h_stride / 8] of 8 channels (see group_at), where down's weights are
+                             // integers: what digits count; with zero points, what the channels add up to
+  Divider by_slabs, by_shared_slabs, by_top_k, by_stages;  // slabs of 16 rows of gate_up, of shared_gate_up; of down
   DecodeTuning tuning;
 };
 
+int scored_each(const RouterArgs& args);             // DecodeArgs::each
+bool scored_together(const DecodeArgs& args);        // DecodeArgs::together
 size_t decode_shared_bytes(const DecodeArgs& args);  // of a block, at most
 // Router logits, and the tokens as right operands.
 cudaError_t launch_prepare(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);

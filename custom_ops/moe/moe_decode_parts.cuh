@@ -65,119 +65,189 @@ __device__ __forceinline__ void copy_stage(const Source& from, uint32_t slot) {
   if (from.tail) copy16(to + kPieces * 512, from.payload + from.tail);
 }
 
-// Shifts by 8 and 12 as the high halves of products: another pipe than that of shifts and logic.
-struct Shifts {
-  uint32_t by_8, by_12;
-};
-// Eight int4 numbers as a left operand that is not scaled yet. float16: rows g + 8 come 16 times as large.
-template <typename T, bool kMultiply>
-__device__ __forceinline__ void int4_step(uint32_t x, const Shifts& shifts, uint32_t (&a)[4]) {
-  constexpr uint32_t kBits = Magic<T>::kBits;
-  const uint32_t y = kMultiply ? __umulhi(x, shifts.by_8) : x >> 8;
-  a[0] = and_or(x, 0x000f000fu, kBits);
-  a[2] = and_or(y, 0x000f000fu, kBits);
-  if constexpr (Magic<T>::kBase > 256.0f) {
-    a[1] = and_or(x, 0x00f000f0u, kBits);
-    a[3] = and_or(y, 0x00f000f0u, kBits);
-  } else {
-    a[1] = and_or(x >> 4, 0x000f000fu, kBits);
-    a[3] = and_or(kMultiply ? __umulhi(x, shifts.by_12) : x >> 12, 0x000f000fu, kBits);
+// Where the upper digit of a number stands among a row's, of 128 columns [2 halves][2 digits][t][4 steps][4]; the lower
+// one is 64 bytes further.
+__device__ __forceinline__ int digit_at(int col) {
+  const int step = col % 128 / 16;
+  return col / 128 * 256 + step / 4 * 128 + col % 8 / 2 * 16 + step % 4 * 4 + col % 2 * 2 + col % 16 / 8;
+}
+// Where something of 8 columns stands: a lane's four of 128 columns, t, t + 4, .., lie beside each other.
+__device__ __forceinline__ int group_at(int group) { return group / 16 * 16 + group % 4 * 4 + group % 16 / 4; }
+
+// Two int8 digits of numbers, relative to the largest of their 128 columns: |h l| is at most 2^14, so numbers are off
+// by 2^-15 of the largest at most; those of eight bits that are not smaller than 2^-7 of it are exact.
+struct Digits {
+  float scale, by;                                               // of a number in digits; and back
+  __device__ explicit Digits(uint32_t most) {                    // the largest magnitude's bits
+    const int exponent = max(static_cast<int>(most >> 23), 27);  // biased
+    scale = __uint_as_float(static_cast<uint32_t>(exponent - 13) << 23);
+    by = __uint_as_float(static_cast<uint32_t>(267 - exponent) << 23);
+    if (most >= 0x7f800000u) scale = __uint_as_float(0x7fffffffu), by = 0.0f;  // no number
   }
+  __device__ __forceinline__ void split(const float (&x)[4], uint32_t* high, uint32_t* low) const {
+    int h[4], n[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) n[i] = __float2int_rn(x[i] * by), h[i] = (n[i] + 128) >> 8;
+    // The lower bytes of four: what is above them does not matter.
+    *low = __byte_perm(__byte_perm(n[0], n[1], 0x0040), __byte_perm(n[2], n[3], 0x0040), 0x5410);
+    *high = __byte_perm(__byte_perm(h[0], h[1], 0x0040), __byte_perm(h[2], h[3], 0x0040), 0x5410);
+  }
+};
+
+// D += A B in integers, A 16 x 32, B 32 x 8, fours along k.
+__device__ __forceinline__ void mma_integers(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// ((x ^ 0x88..) & 0xf0..): the upper four bits of each byte as a signed number 16 times as large.
+__device__ __forceinline__ uint32_t upper_fours(uint32_t x) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0x28;\n" : "=r"(y) : "r"(x), "r"(0x88888888u), "r"(0xf0f0f0f0u));
+  return y;
 }
 
-// total += factor * 16 rows of weights times 8 tokens. zeros: there are zero points. right: the lane's part of its
-// token's columns in this stage; zeros where it does not `have` one. kFine: a scale for 32 columns, else for 128.
-// sum_of(i, sub): what columns of the lane's token i (of 2) add up to; kOnes: products with ones find it.
-template <typename T, Pack P, bool kFine, bool kOnes, bool kMultiply, typename SumOf>
-__device__ __forceinline__ void multiply_slot(bool zeros, const unsigned char* slot, const unsigned char* right,
-                                              bool have, SumOf sum_of, const Shifts& shifts, float factor,
-                                              float (&total)[4]) {
-  using Left = Raw<T, P>;
-  constexpr bool kInteger = Left::kInteger;
-  constexpr int kSteps = Shape<P>::kSteps;
-  constexpr int kPerPiece = P == Pack::kInt4 || P == Pack::kFloat8 ? 4 : 2;  // steps of a lane's 16 bytes
-  constexpr int kSub = kFine ? 4 : 1;
-  // What rows g + 8 are divided by (see int4_step).
-  constexpr float kUpper = P == Pack::kInt4 && Magic<T>::kBase > 256.0f ? 16.0f : 1.0f;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const unsigned char* tail = slot + Shape<P>::kWords * 512;
-  float sum[2][4] = {}, high[4] = {}, ones[4] = {};
-  auto flush = [&](float s0, float s1, float z0, float z1, int sub) {
-    s0 *= factor, s1 *= factor;
-    const float columns[2] = {kInteger && !kOnes ? sum_of(0, sub) : 0.0f, kInteger && !kOnes ? sum_of(1, sub) : 0.0f};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float all = sum[0][i] + sum[1][i];
-      if constexpr (Left::kHalves) all = fmaf(16.0f, high[i], all);
-      if constexpr (kInteger) {
-        const float n = kOnes ? ones[i] : columns[i & 1];
-        all = i < 2 ? fmaf(-(Left::kBase + z0), n, all) : fmaf(-(Left::kBase / kUpper + z1), n, all * (1.0f / kUpper));
-      }
-      total[i] = fmaf(i < 2 ? s0 : s1, all, total[i]);
-      sum[0][i] = sum[1][i] = high[i] = ones[i] = 0.0f;
-    }
-  };
-  auto flush_integers = [&](int sub) {
-    const T* values = reinterpret_cast<const T*>(tail) + sub * 16 + g;
-    flush(to_float(values[0]), to_float(values[8]), zeros ? to_float(values[kSub * 16]) : Left::kMiddle,
-          zeros ? to_float(values[kSub * 16 + 8]) : Left::kMiddle, sub);
-  };
-#pragma unroll
-  for (int piece = 0; piece < kSteps / kPerPiece; ++piece) {
-    uint4 x, y;
-    if constexpr (kInteger) {
-      x = *reinterpret_cast<const uint4*>(slot + piece * 512 + lane * 16);
+// Half of a stage of integers, 64 columns, as left operands of 32.
+template <Pack P>
+struct Integers {
+  uint4 x, y;
+  __device__ __forceinline__ Integers(const unsigned char* slot, int half) {
+    const unsigned char* own = slot + threadIdx.x % 32 * 16;
+    if constexpr (P == Pack::kInt4) {
+      x = *reinterpret_cast<const uint4*>(own + half * 512);
     } else {
-      const unsigned char* row = slot + g * 128 + ((piece * 4 + t) ^ g) * 16;
-      x = *reinterpret_cast<const uint4*>(row), y = *reinterpret_cast<const uint4*>(row + 1024);
+      x = *reinterpret_cast<const uint4*>(own + half * 1024);
+      y = *reinterpret_cast<const uint4*>(own + half * 1024 + 512);
     }
+  }
+  __device__ __forceinline__ void steps(int i, uint32_t (&a)[4]) const {  // 0 or 1
+    if constexpr (P == Pack::kInt4) {
+      const uint32_t one = word_of(x, 2 * i), two = word_of(x, 2 * i + 1);
+      a[0] = upper_fours(one << 4), a[1] = upper_fours(one), a[2] = upper_fours(two << 4), a[3] = upper_fours(two);
+    } else {
+      const uint4& v = i ? y : x;
+      a[0] = __byte_perm(v.x, v.y, 0x6240) ^ 0x80808080u, a[1] = __byte_perm(v.x, v.y, 0x7351) ^ 0x80808080u;
+      a[2] = __byte_perm(v.z, v.w, 0x6240) ^ 0x80808080u, a[3] = __byte_perm(v.z, v.w, 0x7351) ^ 0x80808080u;
+    }
+  }
+};
+
+// total += scales * 16 rows of weights times 4 tokens; the lane gets rows g and g + 8 of token t. right: the lane's
+// part of the stage's columns of token g / 2. scale: what counts the token t's digits. sum_of(sub): what its 32 columns
+// add up to, with zero points. kFine: weights' scales are for 32 columns, else for 128.
+template <typename T, Pack P, bool kFine, typename SumOf>
+__device__ __forceinline__ void multiply_digits(bool zeros, const unsigned char* slot, const unsigned char* right,
+                                                float scale, SumOf sum_of, float (&total)[2]) {
+  constexpr int kSub = kFine ? 4 : 1;
+  constexpr float kMiddle = P == Pack::kInt4 ? 8.0f : 128.0f, kFactor = P == Pack::kInt4 ? 1.0f / 16.0f : 1.0f;
+  const int lane = threadIdx.x % 32, g = lane / 4;
+  const T* tail = reinterpret_cast<const T*>(slot + Shape<P>::kWords * 512) + g;
+  int sum[4] = {};
+  auto flush = [&](int sub) {
+    float low = static_cast<float>(sum[0] * 256 + sum[1]) * (scale * kFactor),
+          high = static_cast<float>(sum[2] * 256 + sum[3]) * (scale * kFactor);
+    if (zeros) {
+      const float columns = kFine ? sum_of(sub) : (sum_of(0) + sum_of(1)) + (sum_of(2) + sum_of(3));
+      low = fmaf(kMiddle - to_float(tail[(kSub + sub) * 16]), columns, low);
+      high = fmaf(kMiddle - to_float(tail[(kSub + sub) * 16 + 8]), columns, high);
+    }
+    total[0] = fmaf(to_float(tail[sub * 16]), low, total[0]);
+    total[1] = fmaf(to_float(tail[sub * 16 + 8]), high, total[1]);
+    sum[0] = sum[1] = sum[2] = sum[3] = 0;
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint4 b = *reinterpret_cast<const uint4*>(right + half * 128);
+    const Integers<P> left(slot, half);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t a[4];
+      left.steps(i, a);
+      mma_integers(sum, a, word_of(b, 2 * i), word_of(b, 2 * i + 1));
+      if constexpr (kFine) flush(2 * half + i);
+    }
+  }
+  if constexpr (!kFine) flush(0);
+}
+
+// For floating-point weights; total: rows g and g + 8 of columns 2 t and 2 t + 1. have: else zeros.
+template <typename T, Pack P>
+__device__ __forceinline__ void multiply_floats(const unsigned char* slot, const unsigned char* right, bool have,
+                                                float factor, float (&total)[4]) {
+  using Left = Raw<T, P>;
+  constexpr int kPerPiece = P == Pack::kFloat8 ? 4 : 2;  // steps of a lane's 16 bytes
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float sum[2][4] = {};
+#pragma unroll
+  for (int piece = 0; piece < Shape<P>::kSteps / kPerPiece; ++piece) {
+    const unsigned char* row = slot + g * 128 + ((piece * 4 + t) ^ g) * 16;
+    const uint4 x = *reinterpret_cast<const uint4*>(row), y = *reinterpret_cast<const uint4*>(row + 1024);
 #pragma unroll
     for (int i = 0; i < kPerPiece; i += 2) {
-      const int p = (piece * kPerPiece + i) / 2;
-      const uint4 b = have ? *reinterpret_cast<const uint4*>(right + p * 64) : make_uint4(0, 0, 0, 0);
+      const uint4 b =
+          have ? *reinterpret_cast<const uint4*>(right + (piece * kPerPiece + i) * 32) : make_uint4(0, 0, 0, 0);
+      uint32_t one[4], two[4];
+      Left::floats(x, y, i, one), Left::floats(x, y, i + 1, two);
+      mma(sum[0], one, b.x, b.y, T());
+      mma(sum[1], two, b.z, b.w, T());
+    }
+  }
+  float s0 = factor, s1 = factor;
+  if constexpr (P == Pack::kFloat8) {
+    const float* scale = reinterpret_cast<const float*>(slot + Shape<P>::kWords * 512) + g;
+    s0 *= scale[0] * Left::kFactor, s1 *= scale[8] * Left::kFactor;
+  }
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        uint32_t a[4], h[4];
-        const uint32_t b0 = j ? b.z : b.x, b1 = j ? b.w : b.y;
-        if constexpr (P == Pack::kInt4) {
-          int4_step<T, kMultiply>(word_of(x, i + j), shifts, a);
-        } else if constexpr (kInteger) {
-          Left::integers(x, i + j, a, h);
-        } else {
-          Left::floats(x, y, i + j, a);
-        }
-        mma(sum[j], a, b0, b1, T());
-        if constexpr (Left::kHalves) mma(high, h, b0, b1, T());
-        if constexpr (kInteger && kOnes) {
-          const uint32_t one = twice<T>(1.0f);
-          const uint32_t o[4] = {one, one, one, one};
-          mma(ones, o, b0, b1, T());
-        }
-      }
-      if constexpr (kInteger && kFine) flush_integers(p);
-    }
-  }
-  if constexpr (kInteger) {
-    if constexpr (!kFine) flush_integers(0);
-  } else if constexpr (P == Pack::kFloat8) {
-    const float* scale = reinterpret_cast<const float*>(tail) + g;
-    flush(scale[0] * Left::kFactor, scale[8] * Left::kFactor, 0.0f, 0.0f, 0);
-  } else {
-    flush(1.0f, 1.0f, 0.0f, 0.0f, 0);
-  }
+  for (int i = 0; i < 4; ++i) total[i] = fmaf(i < 2 ? s0 : s1, sum[0][i] + sum[1][i], total[i]);
 }
-// The same for scales of either kind.
-template <typename T, Pack P, bool kOnes, bool kMultiply, typename SumOf>
-__device__ __forceinline__ void multiply_any(bool fine, bool zeros, const unsigned char* slot,
-                                             const unsigned char* right, bool have, SumOf sum_of, const Shifts& shifts,
-                                             float factor, float (&total)[4]) {
-  if constexpr (P == Pack::kInt4 || P == Pack::kInt8) {
-    if (fine) {
-      multiply_slot<T, P, true, kOnes, kMultiply>(zeros, slot, right, have, sum_of, shifts, factor, total);
-      return;
+
+// total += weights' scales * 16 rows of weights times one row of h: the columns of the product are its digits, apart
+// for the four 8-channel groups of 32 channels, each with a scale of its own; the lane gets group t's part of rows g
+// and g + 8. right: the lane's digits; scales, sums (with zero points): of the lane's groups in this stage.
+struct GroupMasks {
+  uint32_t even, odd;  // what the lane's column takes of a step's four channels
+  __device__ GroupMasks() {
+    const int group = threadIdx.x % 32 / 8;
+    const uint32_t mask = group & 1 ? 0xff00ff00u : 0x00ff00ffu;
+    even = group < 2 ? mask : 0, odd = group < 2 ? 0 : mask;
+  }
+};
+template <typename T, Pack P, bool kFine>
+__device__ __forceinline__ void multiply_groups(bool zeros, const unsigned char* slot, const uint4 (&right)[2],
+                                                const GroupMasks& masks, const float4& scales, const float4& sums,
+                                                float factor, float (&total)[2]) {
+  constexpr int kSub = kFine ? 4 : 1;
+  constexpr float kMiddle = P == Pack::kInt4 ? 8.0f : 128.0f, kFactor = P == Pack::kInt4 ? 1.0f / 16.0f : 1.0f;
+  const int lane = threadIdx.x % 32, g = lane / 4;
+  const T* tail = reinterpret_cast<const T*>(slot + Shape<P>::kWords * 512) + g;
+  float low = 0.0f, high = 0.0f;
+  auto flush = [&](int sub, float sum) {
+    low *= kFactor, high *= kFactor;
+    if (zeros) {
+      low = fmaf(kMiddle - to_float(tail[(kSub + sub) * 16]), sum, low);
+      high = fmaf(kMiddle - to_float(tail[(kSub + sub) * 16 + 8]), sum, high);
+    }
+    total[0] = fmaf(to_float(tail[sub * 16]) * factor, low, total[0]);
+    total[1] = fmaf(to_float(tail[sub * 16 + 8]) * factor, high, total[1]);
+    low = high = 0.0f;
+  };
+  auto part = [](const float4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Integers<P> left(slot, half);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t a[4];
+      left.steps(i, a);
+      int sum[4] = {};
+      mma_integers(sum, a, word_of(right[half], 2 * i) & masks.even, word_of(right[half], 2 * i + 1) & masks.odd);
+      const float scale = part(scales, 2 * half + i);
+      low = fmaf(static_cast<float>(sum[0] * 256 + sum[1]), scale, low);
+      high = fmaf(static_cast<float>(sum[2] * 256 + sum[3]), scale, high);
+      if constexpr (kFine) flush(2 * half + i, part(sums, 2 * half + i));
     }
   }
-  multiply_slot<T, P, false, kOnes, kMultiply>(zeros, slot, right, have, sum_of, shifts, factor, total);
+  if constexpr (!kFine) flush(0, (sums.x + sums.y) + (sums.z + sums.w));
 }
 
 template <Pack P>

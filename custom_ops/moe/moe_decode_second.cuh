@@ -1,8 +1,8 @@
 // A few tokens: down, the weighted sum (weights are in the activations) and the shared expert.
 //
 // A block owns 16 rows of the result and walks over the stages of all experts, a warp taking every so many; their sums
-// meet in shared memory at the end, in a fixed order. It starts when the choice is made, and its weights are on their
-// way while the activations are not there yet.
+// meet in shared memory at the end, in a fixed order. Its weights are on their way while the activations are not there
+// yet.
 #pragma once
 
 #include "moe_decode_parts.cuh"
@@ -10,9 +10,9 @@
 namespace deltafuse::moe {
 
 // One token: all activations lie in shared memory, and nearly all weights are in flight. More: activations come as they
-// are needed.
-constexpr int kOneThreads = 256, kOneDepth = 7;
-constexpr int kManyThreads = 512, kManyDepth = 4;
+// are needed, eight tokens at a time.
+constexpr int kOneThreads = 256, kManyThreads = 384;
+constexpr int kOneDepth = 7, kManyDepth = 4;
 constexpr int kOneBytes = 32768;  // of activations at most
 
 struct SecondShared {
@@ -21,187 +21,259 @@ struct SecondShared {
     const int own = a.down.blocks(), other = a.shared_down.count ? a.shared_down.blocks() : 0;
     return (own > other ? own : other) * 256;
   }
-  static __host__ __device__ int64_t h_bytes(const DecodeArgs& a) {
-    return int64_t(a.router.top_k + (a.shared_down.count ? 1 : 0)) * h_row_bytes(a);
+  static __host__ __device__ int rows(const DecodeArgs& a) {  // of h, the shared expert's last
+    return a.router.tokens * (a.router.top_k + (a.shared_down.count ? 1 : 0));
   }
-  static __host__ __device__ bool one(const DecodeArgs& a) { return a.router.tokens == 1 && h_bytes(a) <= kOneBytes; }
-  static __host__ __device__ int ring_at(const DecodeArgs& a) {  // experts; table [experts, tokens] of int16
+  static __host__ __device__ bool one(const DecodeArgs& a) {
+    return a.router.tokens == 1 && rows(a) * h_row_bytes(a) <= kOneBytes;
+  }
+  // One token's activations: rows of h, then as many of scales and of sums, a quarter as long.
+  static __host__ __device__ int h_bytes(const DecodeArgs& a) {
+    return one(a) ? rows(a) * h_row_bytes(a) / 4 * (4 + a.has_scales + a.has_sums) : 0;
+  }
+  // Several tokens: each item's rows of h, eight int16. Experts. Several tokens: the items of these eight.
+  static __host__ __device__ int totals_at(const DecodeArgs& a) {
     const int pairs = a.router.tokens * a.router.top_k;
-    return (pairs * 4 + (one(a) ? 0 : pairs * a.router.tokens * 2) + 127) / 128 * 128;
+    return (pairs * 4 + (one(a) ? 0 : pairs * 20) + 127) / 128 * 128;
   }
-  static __host__ __device__ size_t bytes(const DecodeArgs& a, int warps, int depth) {
-    const size_t ring = size_t(warps) * depth * slot_bytes(a), sums = size_t(warps) * 512;
-    return ring_at(a) + (ring > sums ? ring : sums) + (one(a) ? static_cast<size_t>(h_bytes(a)) : 0);
+  static __host__ __device__ int ring_at(const DecodeArgs& a, int warps) {
+    return totals_at(a) + warps * (one(a) ? 256 : 2048);
+  }
+  static __host__ __device__ size_t bytes(const DecodeArgs& a, int warps) {
+    return ring_at(a, warps) + size_t(warps) * (one(a) ? kOneDepth : kManyDepth) * slot_bytes(a) + h_bytes(a);
   }
 };
 
-template <typename T, Pack P, Pack S, bool kOne, bool kMultiply>
-__global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 1)
+template <typename T, Pack P, Pack S, bool kOne>
+__global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 2)
     decode_second_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) unsigned char shared[];
-  constexpr int kDepth = kOne ? kOneDepth : kManyDepth;
+  constexpr int kDepth = kOne ? kOneDepth : kManyDepth, kTokens = kOne ? 1 : 8;
+  constexpr bool kInteger = P == Pack::kInt4 || P == Pack::kInt8, kShared = S == Pack::kInt4 || S == Pack::kInt8;
   const RouterArgs& r = a.router;
-  int* experts = reinterpret_cast<int*>(shared);
-  const int pairs = r.tokens * r.top_k, warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int pairs = r.tokens * r.top_k, warps = blockDim.x / 32, warp = uniform(threadIdx.x / 32),
+            lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4, slab = blockIdx.x, slot_bytes = SecondShared::slot_bytes(a);
-  int16_t* table = reinterpret_cast<int16_t*>(experts + pairs);
-  unsigned char* ring = shared + SecondShared::ring_at(a);
-  float4* sums = reinterpret_cast<float4*>(ring);  // when the ring is not needed any more
-  unsigned char* h_here = ring + warps * kDepth * slot_bytes;
-  ring += warp * kDepth * slot_bytes;
+  const int ring_bytes = kDepth * slot_bytes, row_bytes = a.h_stride * 2, row_groups = a.h_stride / 8;
+  int16_t* table = reinterpret_cast<int16_t*>(shared);
+  int* experts = reinterpret_cast<int*>(shared + (kOne ? 0 : pairs * 16));
+  int* wanted = experts + pairs;
+  float2* totals = reinterpret_cast<float2*>(shared + SecondShared::totals_at(a));  // [warps, kTokens, 32]
+  unsigned char* rings = shared + SecondShared::ring_at(a, warps);
+  const unsigned char* ring = rings + warp * ring_bytes;
   const uint32_t ring_address = shared_address(ring);
 
-  // Written before this kernel could start.
-  const int items = kOne ? pairs : __ldcg(a.routed);
+  // This kernel may start when the one before the first product is done, which sets routed to zero.
+  int items;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(items) : "l"(a.routed) : "memory");
+  } while (items == 0);
 #pragma unroll 1
   for (int i = threadIdx.x; i < pairs; i += blockDim.x) experts[i] = __ldcg(a.routed + 1 + i);
-  if constexpr (!kOne) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < items * r.tokens; i += blockDim.x) table[i] = -1;
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-      table[__ldcg(a.routed + 1 + pairs + i) * r.tokens + i / r.top_k] = static_cast<int16_t>(i);
-    }
-  }
-  __syncthreads();
 
-  // Work is stages: each item's, then the shared expert's. A place in it:
-  struct Place {
-    int item, stage;
-  };
-  const int last = a.shared_down.count ? items : items - 1;  // item `items` is the shared expert
-  auto stages_of = [&](int item) { return item == items ? a.shared_down.stages : a.down.stages; };
-  auto settle = [&](Place& at) {
-    while (at.item <= last && at.stage >= stages_of(at.item)) at.stage -= stages_of(at.item), ++at.item;
-  };
-  const Source source = slab_source<P>(a.down, 0, slab, 0);
-  const int64_t expert_bytes = a.down.expert_bytes();
+  // Where activations are: one token's in shared memory.
+  const unsigned char* h = static_cast<const unsigned char*>(a.h);
+  const float *h_scales = a.h_scales, *h_sums = a.h_sums;
+  int h_row = row_bytes, h_groups = row_groups;
   bool waited = false;
+  const GroupMasks masks;
 
 #pragma unroll 1
   for (int base = 0; base < r.tokens; base += 8) {
-    const int token = base + g;
-    auto row_of = [&](int item) {  // of h, the lane's token's; -1: the token does not use the expert
-      if (kOne) return g ? -1 : item;
-      return token >= r.tokens ? -1 : item == items ? pairs + token : static_cast<int>(table[item * r.tokens + token]);
-    };
-    auto advance = [&](Place& at, int by) {
-      at.stage += by;
-      settle(at);
-      if constexpr (!kOne) {  // experts that none of the 8 tokens needs
-        while (at.item < items && __ballot_sync(~0u, row_of(at.item) >= 0) == 0) at.stage += warps, settle(at);
+    int count = items;  // of these tokens
+    if constexpr (!kOne) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < items * 4; i += blockDim.x) reinterpret_cast<int*>(table)[i] = -1;
+      __syncthreads();
+      const int first = base * r.top_k, end = min(pairs, first + 8 * r.top_k);
+#pragma unroll 1
+      for (int i = first + static_cast<int>(threadIdx.x); i < end; i += blockDim.x) {
+        table[__ldcg(a.routed + 1 + pairs + i) * 8 + a.by_top_k(i) - base] = static_cast<int16_t>(i);
       }
-    };
-    Place next{0, 0}, at{0, 0};
-    advance(next, warp);
-    at = next;
-    int next_slot = 0, slot = 0;
-    auto fetch = [&] {
-      if (next.item <= last) {
-        const uint32_t to = ring_address + next_slot * slot_bytes;
-        if (next.item < items) {
-          Source from = source;
-          from.payload += experts[next.item] * expert_bytes + next.stage * a.down.stage_bytes();
-          copy_stage<P>(from, to);
-        } else {
-          copy_stage<S>(slab_source<S>(a.shared_down, 0, slab, next.stage), to);
-        }
-        next_slot = next_slot + 1 == kDepth ? 0 : next_slot + 1;
-        advance(next, warps);
+      __syncthreads();
+      count = 0;
+#pragma unroll 1
+      for (int from = 0; from < items; from += 32) {  // every warp finds the same
+        const int4 rows = *reinterpret_cast<const int4*>(table + min(from + lane, items - 1) * 8);
+        const bool in = from + lane < items && (rows.x & rows.y & rows.z & rows.w) != -1;
+        const unsigned who = __ballot_sync(~0u, in);
+        if (in && warp == 0) wanted[count + __popc(who & ((1u << lane) - 1))] = from + lane;
+        count += __popc(who);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTokens; ++n) totals[(warp * kTokens + n) * 32 + lane] = make_float2(0.0f, 0.0f);
+    __syncthreads();
+    // Work is stages: each item's, then the shared expert's.
+    const int own_stages = count * a.down.stages,
+              stages = own_stages + (a.shared_down.count ? a.shared_down.stages : 0);
+    const Source source = slab_source<P>(a.down, 0, slab, 0);
+    const int64_t expert_bytes = a.down.expert_bytes();
+    auto fetch = [&](int unit, int to) {
+      if (unit < own_stages) {
+        const int item = a.by_stages(unit), stage = unit - item * a.down.stages;
+        Source from = source;
+        from.payload += experts[kOne ? item : wanted[item]] * expert_bytes + stage * a.down.stage_bytes();
+        copy_stage<P>(from, ring_address + to);
+      } else if (unit < stages) {
+        copy_stage<S>(slab_source<S>(a.shared_down, 0, slab, unit - own_stages), ring_address + to);
       }
       copies_commit();
     };
 #pragma unroll 1
-    for (int i = 0; i < kDepth; ++i) fetch();
-
-    float total[4] = {};
-    auto multiply = [&](auto pack, const Packed& w, const unsigned char* row, bool have) {
-      constexpr Pack kPack = decltype(pack)::kPack;
-      const float factor = w.multiplier ? w.multiplier[at.item == items ? 0 : experts[at.item]] : 1.0f;
+    for (int i = 0; i < kDepth; ++i) fetch(warp + i * warps, i * slot_bytes);
+    if (!waited) {
+      wait_previous();  // for the activations
+      release_next();
+      waited = true;
+      if constexpr (kOne) {
+        const int here = SecondShared::h_row_bytes(a), rows = SecondShared::rows(a);
+        unsigned char* place = rings + warps * ring_bytes;
+        const uint32_t to = shared_address(place);
+        auto copy_row = [&](const void* from, uint32_t at, int bytes) {
+#pragma unroll 1
+          for (int i = lane * 16; i < bytes; i += 512) copy16(at + i, static_cast<const unsigned char*>(from) + i);
+        };
+#pragma unroll 1
+        for (int row = warp; row < rows; row += warps) {
+          copy_row(h + row * row_bytes, to + row * here, here);
+          const uint32_t scales = to + rows * here + row * (here / 4);
+          if (a.has_scales) copy_row(h_scales + row * row_groups, scales, here / 4);
+          if (a.has_sums) copy_row(h_sums + row * row_groups, scales + rows * (here / 4), here / 4);
+        }
+        copies_commit();
+        h = place, h_row = here, h_groups = here / 16;
+        h_scales = reinterpret_cast<const float*>(place + rows * here), h_sums = h_scales + rows * h_groups;
+        copies_wait<0>();
+        __syncthreads();
+      }
+    }
+    float floats[4] = {}, own_total[2] = {};
+    int at = 0;
+    // A unit's place, and its first token's digits: they come from global memory, so a unit ahead.
+    struct Unit {
+      bool own;  // the shared expert's
+      int item, stage, mine;
+      unsigned who;
+      uint4 digits[2];
+      float4 scales;
+    };
+    auto load_row = [&](Unit& u, int row) {
+      const unsigned char* right = h + row * h_row + u.stage * 256 + (g & 1) * 64 + t * 16;
+      u.digits[0] = *reinterpret_cast<const uint4*>(right), u.digits[1] = *reinterpret_cast<const uint4*>(right + 128);
+      u.scales = *reinterpret_cast<const float4*>(h_scales + row * h_groups + u.stage * 16 + t * 4);
+    };
+    auto digits = [](bool own) { return own ? kShared : kInteger; };
+    auto find = [&](int unit) {
+      Unit u{};
+      u.own = unit >= own_stages;
+      u.item = u.own ? 0 : a.by_stages(unit);
+      u.stage = u.own ? unit - own_stages : unit - u.item * a.down.stages;
+      if (kOne) {
+        if (digits(u.own) && unit < stages) load_row(u, u.own ? pairs : u.item);
+      } else if (unit < stages) {
+        if (!u.own) u.item = wanted[u.item];
+        if (digits(u.own)) {
+          u.mine = u.own ? (base + lane < r.tokens ? pairs + base + lane : -1) : table[u.item * 8 + lane % 8];
+          u.who = __ballot_sync(~0u, lane < 8 && u.mine >= 0);
+          load_row(u, __shfl_sync(~0u, u.mine, __ffs(static_cast<int>(u.who)) - 1));
+        }
+      }
+      return u;
+    };
+    Unit next = find(warp);
+#pragma unroll 1
+    for (int unit = warp; unit < stages; unit += warps) {
+      Unit u = next;
+      next = find(unit + warps);
       copies_wait<kDepth - 1>();
       __syncwarp();
-      multiply_any<T, kPack, true, kMultiply>(
-          w.sub != 1, w.zeros, ring + slot * slot_bytes, row + at.stage * (kStageCols<kPack> * 2) + t * 16, have,
-          [](int, int) { return 0.0f; }, Shifts{a.by_8, a.by_12}, factor, total);
-    };
-    // Rehearsed: a stage times zeros, to have the instructions in the cache when the activations come.
+      auto multiply = [&](auto pack, const Packed& w) {
+        constexpr Pack kPack = decltype(pack)::kPack;
+        const unsigned char* slot = ring + at;
+        const float factor = w.multiplier ? w.multiplier[u.own ? 0 : experts[u.item]] : 1.0f;
+        if constexpr (kPack == Pack::kInt4 || kPack == Pack::kInt8) {
+          const bool fine = w.sub != 1, zeros = w.zeros;
+          auto run = [&](int row, float (&total)[2]) {
+            const float4 sums =
+                zeros ? *reinterpret_cast<const float4*>(h_sums + row * h_groups + u.stage * 16 + t * 4) : float4{};
+            if (fine) {
+              multiply_groups<T, kPack, true>(zeros, slot, u.digits, masks, u.scales, sums, factor, total);
+            } else {
+              multiply_groups<T, kPack, false>(zeros, slot, u.digits, masks, u.scales, sums, factor, total);
+            }
+          };
+          if constexpr (kOne) {
+            run(u.own ? pairs : u.item, own_total);
+          } else {
 #pragma unroll 1
-    for (int pass = kOne && a.tuning.rehearse ? 0 : 1; pass < 2; ++pass) {
-      if (pass && !waited) {
-        wait_previous();  // for the activations
-        release_next();
-        waited = true;
-        if constexpr (kOne) {
-          const int pieces = SecondShared::h_row_bytes(a) / 16;
-          const auto* h = static_cast<const unsigned char*>(a.h);
-#pragma unroll 1
-          for (int i = threadIdx.x; i < (last + 1) * pieces; i += blockDim.x) {
-            const int row = i / pieces;
-            copy16(shared_address(h_here) + i * 16,
-                   h + row * int64_t(a.h_stride) * sizeof(T) + (i - row * pieces) * 16);
+            while (true) {  // the item's tokens, one after the other
+              const int token = __ffs(static_cast<int>(u.who)) - 1;
+              float total[2] = {};
+              run(__shfl_sync(~0u, u.mine, token), total);
+              float2& sum = totals[(warp * kTokens + token) * 32 + lane];
+              sum.x += total[0], sum.y += total[1];
+              u.who &= u.who - 1;
+              if (u.who == 0) break;
+              load_row(u, __shfl_sync(~0u, u.mine, __ffs(static_cast<int>(u.who)) - 1));
+            }
           }
-          copies_commit();
-          copies_wait<0>();
-          __syncthreads();
+        } else {  // columns are tokens
+          int row = u.own ? (base + g < r.tokens ? pairs + base + g : -1) : kOne ? u.item : table[u.item * 8 + g];
+          if (kOne && u.own) row = pairs;
+          multiply_floats<T, kPack>(slot, h + max(row, 0) * h_row + u.stage * (kStageCols<kPack> * 2) + t * 16,
+                                    row >= 0, factor, floats);
         }
+      };
+      if (P == S || !u.own) {
+        multiply(PackOf<P>(), u.own ? a.shared_down : a.down);
+      } else {
+        multiply(PackOf<S>(), a.shared_down);
       }
-#pragma unroll 1
-      while (at.item <= last) {
-        const bool own = at.item == items;
-        const int row = row_of(at.item), from = row < 0 ? 0 : row;
-        const unsigned char* h = kOne ? h_here + from * SecondShared::h_row_bytes(a)
-                                      : static_cast<const unsigned char*>(a.h) + from * int64_t(a.h_stride) * sizeof(T);
-        if (P == S || !own) {
-          multiply(PackOf<P>(), own ? a.shared_down : a.down, h, pass && row >= 0);
-        } else {
-          multiply(PackOf<S>(), a.shared_down, h, pass && row >= 0);
-        }
-        if (pass == 0) break;
-        __syncwarp();
-        slot = slot + 1 == kDepth ? 0 : slot + 1;
-        fetch();
-        advance(at, warps);
-      }
-      if (pass == 0) total[0] = total[1] = total[2] = total[3] = 0.0f;
+      __syncwarp();
+      fetch(unit + kDepth * warps, at);
+      at = at + slot_bytes == ring_bytes ? 0 : at + slot_bytes;
     }
     copies_wait<0>();
-    __syncthreads();  // the ring becomes the sums' place
-    sums[warp * 32 + lane] = make_float4(total[0], total[1], total[2], total[3]);
-    __syncthreads();
-    // The four numbers that each lane has: rows g and g + 8 of tokens 2t and 2t + 1.
-#pragma unroll 1
-    for (int i = warp; i < 4; i += warps) {
-      const float* mine = reinterpret_cast<const float*>(sums + lane) + i;
-      float sum = 0.0f;
-#pragma unroll 4
-      for (int w = 0; w < warps; ++w) sum += mine[w * 128];
-      const int row = slab * 16 + g + i / 2 * 8, column = base + 2 * t + i % 2;
-      if (row < a.down.rows && column < r.tokens) {
-        static_cast<T*>(a.y)[int64_t(column) * a.down.rows + row] = from_float<T>(sum);
-      }
+    if constexpr (kOne) {
+      totals[warp * 32 + lane] =
+          make_float2(own_total[0] + (t ? 0.0f : floats[0]), own_total[1] + (t ? 0.0f : floats[2]));
+    } else if constexpr (S == Pack::kPlain || S == Pack::kFloat8) {
+      float2* mine = totals + (warp * kTokens + 2 * t) * 32 + g * 4;
+      mine[0].x += floats[0], mine[0].y += floats[2];
+      mine[32].x += floats[1], mine[32].y += floats[3];
     }
     __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kTokens * 16; i += blockDim.x) {
+      const int row = i % 16, token = i / 16;
+      const float* mine = reinterpret_cast<const float*>(totals + token * 32 + row % 8 * 4) + row / 8;
+      float sum = 0.0f;
+#pragma unroll 8
+      for (int w = 0; w < warps; ++w) {
+        const float* four = mine + w * kTokens * 64;
+        sum += (four[0] + four[2]) + (four[4] + four[6]);
+      }
+      if (slab * 16 + row < a.down.rows && base + token < r.tokens) {
+        static_cast<T*>(a.y)[int64_t(base + token) * a.down.rows + slab * 16 + row] = from_float<T>(sum);
+      }
+    }
+    if (!kOne) __syncthreads();
   }
 }
 
-template <typename T, Pack P, Pack S, bool kOne, bool kMultiply>
+template <typename T, Pack P, Pack S, bool kOne>
 cudaError_t launch_second_pair(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const int threads = kOne ? a.tuning.second_threads : a.tuning.many_threads;
-  const size_t shared = SecondShared::bytes(a, threads / 32, kOne ? kOneDepth : kManyDepth);
-  return launch_kernel(decode_second_kernel<T, P, S, kOne, kMultiply>, (a.down.rows + 15) / 16, threads, shared,
-                       device.capability >= 90 && a.tuning.dependent, stream, a);
+  return launch_kernel(decode_second_kernel<T, P, S, kOne>, (a.down.rows + 15) / 16, threads,
+                       SecondShared::bytes(a, threads / 32), device.capability >= 90 && a.tuning.dependent, stream, a);
 }
 
 template <typename T, bool kOne>
 cudaError_t launch_second_type(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const Pack shared = a.shared_down.count ? a.shared_down.pack : a.down.pack;
   return dispatch_packs(a.down.pack, shared, [&](auto own, auto other) {
-    constexpr Pack kPack = decltype(own)::kPack, kShared = decltype(other)::kPack;
-    if constexpr (kOne && kPack == Pack::kInt4) {
-      if (a.tuning.multiply) return launch_second_pair<T, kPack, kShared, true, true>(a, device, stream);
-    }
-    return launch_second_pair<T, kPack, kShared, kOne, false>(a, device, stream);
+    return launch_second_pair<T, decltype(own)::kPack, decltype(other)::kPack, kOne>(a, device, stream);
   });
 }
 

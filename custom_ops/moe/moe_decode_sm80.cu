@@ -11,11 +11,18 @@ cudaError_t launch_first_f16(const DecodeArgs& args, const DeviceInfo& device, c
 cudaError_t launch_second_bf16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_second_f16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream);
 
+int scored_each(const RouterArgs& r) {
+  const int each = (r.experts + 31) / 32;
+  const bool simple = r.topk_group >= r.n_group || easy_groups(r, each);
+  return !r.softmax && r.experts <= kScored && simple ? each : 0;
+}
+
+bool scored_together(const DecodeArgs& a) { return chooses_together(a.router) && a.tuning.first_threads == kScored; }
+
 size_t decode_shared_bytes(const DecodeArgs& a) {
   const size_t first = FirstShared::bytes(a, a.tuning.first_threads / 32);
-  const bool one = SecondShared::one(a);
-  return std::max(first, SecondShared::bytes(a, (one ? a.tuning.second_threads : a.tuning.many_threads) / 32,
-                                             one ? kOneDepth : kManyDepth));
+  const int second = SecondShared::one(a) ? a.tuning.second_threads : a.tuning.many_threads;
+  return std::max(first, SecondShared::bytes(a, second / 32));
 }
 
 cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {

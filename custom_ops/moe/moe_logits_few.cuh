@@ -2,7 +2,7 @@
 // for kTokens tokens.
 #pragma once
 
-#include "moe_device.cuh"
+#include "moe_fragment.cuh"
 
 namespace deltafuse::moe {
 
@@ -42,9 +42,9 @@ __device__ __forceinline__ double sum_over_warp(const double (&values)[kCount], 
   }
 }
 
-// Logits of kLogitsExperts experts: float64 sums, rounded once. kTokens at a time.
-template <typename T, typename W, int kTokens>
-__device__ __forceinline__ void make_logits(const RouterArgs& r, int first_expert) {
+// Logits of kLogitsExperts experts: float64 sums, rounded once; store(token, expert, logit). kTokens at a time.
+template <typename T, typename W, int kTokens, typename Store>
+__device__ __forceinline__ void make_logits(const RouterArgs& r, int first_expert, Store store) {
   __shared__ double partial[kLogitsWarps][kLogitsExperts * kTokens];
   constexpr int kWide = 16 / sizeof(W);  // columns of a load
   constexpr int kAhead = sizeof(W) == 4 ? 3 : 2;
@@ -118,11 +118,76 @@ __device__ __forceinline__ void make_logits(const RouterArgs& r, int first_exper
 #pragma unroll
         for (int i = 1; i < kLogitsWarps; ++i) all += partial[i][threadIdx.x];
         if (r.router_bias) all += static_cast<double>(r.router_bias[expert]);
-        r.logits[int64_t(token) * r.experts + expert] = static_cast<float>(all);
+        store(token, expert, static_cast<float>(all));
       }
     }
     __syncthreads();
   }
+}
+
+// The same of one token whose rows are not longer than the loads of all threads at once. Weights are on their way
+// before wait(), the wait for the kernel before, and all that comes after it runs once before it on zeros: instructions
+// that are not in the cache cost more than the work.
+template <typename T, typename W, typename Wait, typename Store>
+__device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_expert, Wait wait, Store store) {
+  __shared__ double partial[kLogitsWarps][kLogitsExperts];
+  constexpr int kWide = 16 / sizeof(W), kAhead = sizeof(W) == 4 ? 3 : 2;
+  struct alignas(kWide * sizeof(T)) Columns {
+    T v[kWide];
+  };
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = r.hidden / kWide;
+  uint4 w[kAhead][kLogitsExperts];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    const int piece = static_cast<int>(threadIdx.x) + i * kLogitsThreads;
+#pragma unroll
+    for (int e = 0; e < kLogitsExperts; ++e) {
+      const W* row = static_cast<const W*>(r.weight) + int64_t(min(first_expert + e, r.experts - 1)) * r.hidden;
+      w[i][e] = piece < pieces ? load_weights(reinterpret_cast<const uint4*>(row) + piece) : make_uint4(0, 0, 0, 0);
+    }
+  }
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    Columns c[kAhead] = {};
+    if (pass) {
+      wait();
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int piece = static_cast<int>(threadIdx.x) + i * kLogitsThreads;
+        if (piece < pieces) c[i] = *(static_cast<const Columns*>(r.x) + piece);
+      }
+    }
+    double sum[kLogitsExperts] = {};
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) {
+        const double token = static_cast<double>(to_float(c[i].v[j]));
+#pragma unroll
+        for (int e = 0; e < kLogitsExperts; ++e) {
+          sum[e] = fma(static_cast<double>(to_float(reinterpret_cast<const W*>(&w[i][e])[j])), token, sum[e]);
+        }
+      }
+    }
+    int which;
+    const double total = sum_over_warp(sum, &which);
+    if (lane % (32 / kLogitsExperts) == 0) partial[warp][which] = total;
+    __syncthreads();
+    const int expert = first_expert + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kLogitsExperts && expert < r.experts) {
+      double all = partial[0][threadIdx.x];
+#pragma unroll
+      for (int i = 1; i < kLogitsWarps; ++i) all += partial[i][threadIdx.x];
+      if (r.router_bias) all += static_cast<double>(r.router_bias[expert]);
+      store(expert, static_cast<float>(all), pass != 0);
+    }
+    __syncthreads();
+  }
+}
+template <typename W>
+__host__ __device__ __forceinline__ bool one_at_once(const RouterArgs& r) {
+  constexpr int kWide = 16 / sizeof(W), kAhead = sizeof(W) == 4 ? 3 : 2;
+  return r.tokens == 1 && r.hidden % kWide == 0 && r.hidden / kWide <= kAhead * kLogitsThreads;
 }
 
 }  // namespace deltafuse::moe

@@ -14,7 +14,8 @@ __global__ void __launch_bounds__(kLogitsThreads) logits_few_kernel(const __grid
   prefetch_weights<W>(a, expert);
   wait_previous();
   release_next();
-  make_logits<T, W, kTokens>(a, expert);
+  make_logits<T, W, kTokens>(a, expert,
+                             [&](int token, int e, float logit) { a.logits[int64_t(token) * a.experts + e] = logit; });
 }
 
 template <typename T, typename W>

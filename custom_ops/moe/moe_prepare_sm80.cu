@@ -2,15 +2,16 @@
 // need. A block takes four experts, or one token.
 #include "moe_decode_parts.cuh"
 #include "moe_logits_few.cuh"
+#include "moe_select.cuh"
 
 namespace deltafuse::moe {
 namespace {
 
 constexpr int kThreads = kLogitsThreads, kWarps = kThreads / 32;
 
+// A token for floating-point weights.
 template <typename T>
 __device__ __forceinline__ void arrange(const Operand& to, const T* x, int hidden, int token) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = to.cols / 128;
 #pragma unroll 1
   for (int chunk = threadIdx.x; chunk < to.cols / 8; chunk += kThreads) {
     __align__(16) T values[8];
@@ -22,23 +23,43 @@ __device__ __forceinline__ void arrange(const Operand& to, const T* x, int hidde
     *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + int64_t(token) * to.cols + chunk * 8) =
         *reinterpret_cast<const uint4*>(values);
   }
-  if (to.sub == 0) return;
+}
+
+// A token for integer weights: a warp takes 128 columns, a lane columns 16 s + 2 t + {0, 8, 1, 9} of them.
+template <typename T>
+__device__ __forceinline__ void arrange_digits(const Operand& to, const T* x, int hidden, int token) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = to.cols / 128, step = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int block = warp; block < blocks; block += kWarps) {
-    float sum = 0.0f;
+    float values[4];
+    uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int col = block * 128 + lane * 4 + i;
-      if (col < hidden) sum += to_float(x[col]);
+      const int col = block * 128 + step * 16 + 2 * t + i / 2 + i % 2 * 8;
+      values[i] = col < hidden ? to_float(x[col]) : 0.0f;
+      most = max(most, __float_as_uint(values[i]) & 0x7fffffffu);
     }
-    for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    float* out = to.sums + (int64_t(token) * blocks + block) * to.sub;
-    if (to.sub == 4) {
-      if (lane % 8 == 0) out[lane / 8] = sum;
-    } else {
-      for (int step = 8; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      if (lane == 0) *out = sum;
+    const Digits digits(__reduce_max_sync(~0u, most));
+    uint32_t high, low;
+    digits.split(values, &high, &low);
+    auto* out = reinterpret_cast<uint32_t*>(static_cast<unsigned char*>(to.data) +
+                                            (int64_t(token) * blocks + block) * 256 + step / 4 * 128 + t * 16) +
+                step % 4;
+    out[0] = high, out[16] = low;
+    if (lane == 0) to.scales[token * blocks + block] = digits.scale;
+    if (to.sums) {
+      float sum = (values[0] + values[1]) + (values[2] + values[3]);
+      for (int by = 1; by < 8; by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
+      if (lane % 8 == 0) to.sums[(token * blocks + block) * 4 + lane / 8] = sum;
     }
+  }
+}
+template <typename T>
+__device__ __forceinline__ void arrange_any(const Operand& to, const T* x, int hidden, int token) {
+  if (to.digits()) {
+    arrange_digits(to, x, hidden, token);
+  } else {
+    arrange(to, x, hidden, token);
   }
 }
 
@@ -60,22 +81,49 @@ __device__ __forceinline__ void make_gate(const DecodeArgs& a, const T* x, int t
   }
 }
 
+__device__ __forceinline__ int scored_place(const DecodeArgs& a, int expert) {
+  return a.together ? expert : scored_at(a.each, expert);
+}
+
 template <typename T, typename W, int kTokens>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ DecodeArgs a, int expert_blocks) {
   const RouterArgs& r = a.router;
   const int expert = blockIdx.x * kLogitsExperts;
+  const bool scored = a.each || a.together;
   if (static_cast<int>(blockIdx.x) < expert_blocks) {
-    if (a.tuning.prefetch & 1) prefetch_weights<W>(r, expert);
-    wait_previous();
-    release_next();
-    make_logits<T, W, kTokens>(r, expert);
+    auto store = [&](int token, int e, float logit, bool write) {
+      if (scored) {
+        store_scored(r, a.scored + token * (2 * kScored), scored_place(a, e), e, logit, write);
+      } else if (write) {
+        r.logits[int64_t(token) * r.experts + e] = logit;
+      }
+    };
+    if (kTokens == 1 && one_at_once<W>(r)) {
+      auto wait = [&] {
+        wait_previous();
+        release_next();
+      };
+      make_logits_one<T, W>(r, expert, wait, [&](int e, float logit, bool write) { store(0, e, logit, write); });
+    } else {
+      if (a.tuning.prefetch & 1) prefetch_weights<W>(r, expert);
+      wait_previous();
+      release_next();
+      make_logits<T, W, kTokens>(r, expert, [&](int token, int e, float logit) { store(token, e, logit, true); });
+    }
   } else {
     wait_previous();
     release_next();
     const int token = blockIdx.x - expert_blocks;
+    if (token == 0 && threadIdx.x == 0) *a.routed = 0;  // the second product waits for it
     const T* x = static_cast<const T*>(r.x) + int64_t(token) * r.hidden;
-    arrange(a.x, x, r.hidden, token);
-    if (a.shared_x.data) arrange(a.shared_x, x, r.hidden, token);
+    if (scored && !r.weight) {
+#pragma unroll 1
+      for (int e = threadIdx.x; e < r.experts; e += kThreads) {
+        store_scored(r, a.scored + token * (2 * kScored), scored_place(a, e), e, logit_of(r, token, e));
+      }
+    }
+    arrange_any(a.x, x, r.hidden, token);
+    if (a.shared_x.data) arrange_any(a.shared_x, x, r.hidden, token);
     if (a.shared_gate) make_gate(a, x, token);
   }
 }
@@ -84,7 +132,10 @@ template <typename T, typename W>
 cudaError_t prepare(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const int expert_blocks = a.router.weight ? (a.router.experts + kLogitsExperts - 1) / kLogitsExperts : 0;
   const bool dependent = device.capability >= 90 && a.tuning.dependent;
-  return launch_kernel(a.router.tokens == 1 ? prepare_kernel<T, W, 1> : prepare_kernel<T, W, 4>,
+  const int tokens = a.router.tokens;
+  return launch_kernel(tokens == 1   ? prepare_kernel<T, W, 1>
+                       : tokens <= 4 ? prepare_kernel<T, W, 4>
+                                     : prepare_kernel<T, W, 8>,
                        expert_blocks + a.router.tokens, kThreads, 0, dependent, stream, a, expert_blocks);
 }
 

@@ -5,6 +5,7 @@ namespace deltafuse::moe {
 namespace {
 
 constexpr int kWarps = 16;
+static_assert(kWarps * 32 == kScored, "a thread an expert where a block chooses");
 
 // Of a warp: scores, choices, groups; 16 bytes' worth.
 __host__ __device__ __forceinline__ int floats_each(const RouterArgs& a) {
@@ -50,11 +51,26 @@ __device__ __forceinline__ int exclusive_sums(int* values, int count, int* scrat
   return scratch[kWarps];
 }
 
+// The order of one token's experts; lane j has the j-th.
+__device__ __forceinline__ void order_one(const RouterArgs& a, const PermuteArgs& p, int id) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+#pragma unroll 4
+  for (int j = 0; j < a.top_k; ++j) before += __shfl_sync(~0u, id, j) < id;
+  if (lane < a.top_k) {
+    const int row = before * arranged_rows(1);
+    p.positions[lane] = row, p.sorted[row] = 0;
+    p.tiles[before] = TokenTile{id, row, 1, 0};
+    if (lane == 0) *p.num_tiles = a.top_k;
+  }
+}
+
 __global__ void __launch_bounds__(kWarps * 32)
     select_kernel(const __grid_constant__ RouterArgs a, const __grid_constant__ PermuteArgs p) {
   extern __shared__ __align__(16) float shared[];
   __shared__ SoftmaxStats stats[kWarps];
   __shared__ Candidate candidates[kWarps][kCandidates];
+  __shared__ Together together;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = p.blocks;
   const int each = floats_each(a);
   int* counts = reinterpret_cast<int*>(shared + kWarps * each);
@@ -67,7 +83,27 @@ __global__ void __launch_bounds__(kWarps * 32)
 
   const int first = static_cast<int>(int64_t(a.tokens) * block / blocks);
   const int end = static_cast<int>(int64_t(a.tokens) * (block + 1) / blocks);
-  // A warp takes a token; a lone token's scores are made by all.
+  // A warp takes a token; a lone token's scores are made by all, and where it is the only one the choice.
+  if (chooses_together(a)) {
+    const int e = threadIdx.x;
+    float score = 0.0f, chosen;
+    uint32_t key = 0;
+    if (e < a.experts) {
+      score = sigmoid_exact(logit_of(a, 0, e));
+      key = order_of(comparable(a.expert_bias ? score + __ldg(a.expert_bias + e) : score));
+    }
+    const int id = select_together(a, key, score, together, &chosen);
+    if (warp == 0) {
+      const float weight = weights_of(a, chosen);
+      if (lane < a.top_k) {
+        p.ids[lane] = id, p.weights[lane] = weight;
+        if (a.ids_out) a.ids_out[lane] = id;
+        if (a.weights_out) a.weights_out[lane] = weight;
+      }
+      order_one(a, p, id);
+    }
+    return;
+  }
   const bool alone = end - first == 1;
   if (alone) {
     auto logit = [&](int, int expert) { return logit_of(a, first, expert); };
@@ -100,17 +136,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       if (a.weights_out) a.weights_out[pair] = weight;
       if (a.tokens > 1) p.positions[pair] = atomicAdd(&counts[id], 1);  // any order within the expert is as good
     }
-    if (a.tokens == 1) {  // its experts' order is all that is left
-      int before = 0;
-#pragma unroll 4
-      for (int j = 0; j < a.top_k; ++j) before += __shfl_sync(~0u, id, j) < id;
-      if (lane < a.top_k) {
-        const int row = before * arranged_rows(1);
-        p.positions[lane] = row, p.sorted[row] = 0;
-        p.tiles[before] = TokenTile{id, row, 1, 0};
-        if (lane == 0) *p.num_tiles = a.top_k;
-      }
-    }
+    if (a.tokens == 1) order_one(a, p, id);
     __syncwarp();
   }
   if (a.tokens == 1) return;

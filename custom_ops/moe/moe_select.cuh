@@ -2,6 +2,7 @@
 // one token runs all of this once, and instructions that are not in the cache yet cost more than the work.
 #pragma once
 
+#include "moe_decode.h"
 #include "moe_device.cuh"
 
 namespace deltafuse::moe {
@@ -10,6 +11,9 @@ namespace deltafuse::moe {
 __device__ __forceinline__ uint32_t order_of(float x) {
   const uint32_t bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float key_number(uint32_t key) {  // and back
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 // NaN counts as minus infinity, and -0 as 0.
 __device__ __forceinline__ float comparable(float x) { return x != x ? __int_as_float(0xff800000) : x + 0.0f; }
@@ -113,6 +117,20 @@ __device__ __forceinline__ void score_tokens(const RouterArgs& a, int tokens, Lo
   }
 }
 
+// A token's scores and keys in the order in which the lanes of a warp load them: a lane holds `each` neighbouring
+// experts, four of which are 16 bytes. Then the keys' place is scored_at + kScored.
+__device__ __forceinline__ int scored_at(int each, int expert) {
+  const int lane = expert / each, i = expert - lane * each;
+  return i / 4 * 128 + lane * 4 + i % 4;
+}
+// A sigmoid score and its key, from a logit.
+__device__ __forceinline__ void store_scored(const RouterArgs& a, float* scored, int at, int expert, float logit,
+                                             bool write = true) {
+  const float score = sigmoid_exact(logit);
+  const float choice = comparable(a.expert_bias ? score + __ldg(a.expert_bias + expert) : score);
+  if (write) scored[at] = score, reinterpret_cast<uint32_t*>(scored)[kScored + at] = order_of(choice);
+}
+
 struct Best {
   uint32_t key = 0;
   int index = 0x7fffffff;
@@ -180,11 +198,29 @@ struct Candidate {
 };
 constexpr int kCandidates = 32;  // room for a warp's
 
+// The j-th best of up to kCandidates, to lane j < top_k: each finds how many are ahead of it. The whole warp.
+__device__ __forceinline__ int rank_candidates(Candidate* candidates, int count, int top_k) {
+  const int lane = threadIdx.x % 32;
+  const Candidate own = lane < count ? candidates[lane] : Candidate{0, 0};
+  int place = 0;
+#pragma unroll 4
+  for (int j = 0; j < count; ++j) {
+    const Candidate other = candidates[j];
+    place += other.key > own.key || (other.key == own.key && other.expert < own.expert);
+  }
+  __syncwarp();
+  if (lane < count && place < top_k) candidates[place].expert = own.expert;
+  __syncwarp();
+  const int mine = lane < top_k ? candidates[lane].expert : 0;
+  __syncwarp();
+  return mine;
+}
+
 // The top_k largest keys, of equal ones the lower expert first, lane j gets the j-th; the whole warp. A lane holds
-// kEach neighbouring experts. Only keys as large as the top_k-th of the lanes' best ones can be among them: those go to
-// shared memory, and each finds how many are ahead of it.
+// `each` neighbouring experts, kEach at most. Only keys as large as the top_k-th of the lanes' best ones can be among
+// them: those go to shared memory, and each finds how many are ahead of it.
 template <int kEach>
-__device__ __forceinline__ int largest(uint32_t (&keys)[kEach], int top_k, Candidate* candidates) {
+__device__ __forceinline__ int largest(uint32_t (&keys)[kEach], int each, int top_k, Candidate* candidates) {
   const int lane = threadIdx.x % 32;
   uint32_t best = keys[0];
 #pragma unroll
@@ -200,24 +236,12 @@ __device__ __forceinline__ int largest(uint32_t (&keys)[kEach], int top_k, Candi
     const bool in = keys[i] >= least;
     const unsigned who = __ballot_sync(~0u, in);
     const int at = count + __popc(who & below);
-    if (in && at < kCandidates) candidates[at] = Candidate{keys[i], lane * kEach + i};
+    if (in && at < kCandidates) candidates[at] = Candidate{keys[i], lane * each + i};
     count += __popc(who);
   }
   if (count <= kCandidates) {
     __syncwarp();
-    const Candidate own = lane < count ? candidates[lane] : Candidate{0, 0};
-    int place = 0;
-#pragma unroll 4
-    for (int j = 0; j < count; ++j) {
-      const Candidate other = candidates[j];
-      place += other.key > own.key || (other.key == own.key && other.expert < own.expert);
-    }
-    __syncwarp();
-    if (lane < count && place < top_k) candidates[place].expert = own.expert;
-    __syncwarp();
-    const int mine = lane < top_k ? candidates[lane].expert : 0;
-    __syncwarp();
-    return mine;
+    return rank_candidates(candidates, count, top_k);
   }
   int mine = 0;  // many equal keys: one after the other
 #pragma unroll 1
@@ -230,12 +254,62 @@ __device__ __forceinline__ int largest(uint32_t (&keys)[kEach], int top_k, Candi
     }
     const uint32_t most = __reduce_max_sync(~0u, best);
     const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, best == most))) - 1;  // lower lanes hold lower experts
-    const int expert = owner * kEach + __shfl_sync(~0u, at, owner);
+    const int expert = owner * each + __shfl_sync(~0u, at, owner);
     if (lane == j) mine = expert;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) keys[i] = lane == owner && i == at ? 0 : keys[i];
   }
   return mine;
+}
+
+// Groups that are whole lanes of `each` experts, a power of two of them, go by registers.
+__host__ __device__ __forceinline__ bool easy_groups(const RouterArgs& a, int each) {
+  const int size = a.experts / a.n_group, lanes = size / each;
+  return a.group_top <= 2 && lanes * each == size && (lanes & (lanes - 1)) == 0 && lanes <= 32;
+}
+
+// Masks the keys of groups that do not stay; returns the lanes of those that do. The whole warp.
+template <int kEach>
+__device__ __forceinline__ unsigned mask_easy_groups(const RouterArgs& a, int each, uint32_t (&keys)[kEach]) {
+  const int lane = threadIdx.x % 32, lanes = a.experts / a.n_group / each;
+  uint32_t one = 0, two = 0;  // the largest of the group
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    two = max(two, min(one, keys[i]));
+    one = max(one, keys[i]);
+  }
+#pragma unroll 1
+  for (int step = 1; step < lanes; step *= 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, one, step), second = __shfl_xor_sync(~0u, two, step);
+    two = max(max(two, second), min(one, other));
+    one = max(one, other);
+  }
+  const float total = a.group_top == 2 ? key_number(one) + key_number(two) : key_number(one);
+  const uint32_t own = order_of(comparable(total));
+  int better = 0;
+#pragma unroll 4
+  for (int g = 0; g < a.n_group; ++g) {
+    const uint32_t other = __shfl_sync(~0u, own, g * lanes);
+    better += other > own || (other == own && g * lanes + lanes <= lane);
+  }
+  const bool stays = better < a.topk_group;
+  if (!stays) {
+    const uint32_t masked = order_of(a.masked_score_zero ? 0.0f : __int_as_float(0xff800000));
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) keys[i] = i < each && lane * each + i < a.experts ? masked : 0;
+  }
+  return __ballot_sync(~0u, stays);
+}
+
+// The weights of a token's experts from their scores, lane j the j-th's.
+__device__ __forceinline__ float weights_of(const RouterArgs& a, float w) {
+  if (a.norm_topk_prob) {
+    float sum = w;
+#pragma unroll 1
+    for (int step = 1; step < a.top_k; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    w = w / (sum + a.norm_eps);
+  }
+  return w * a.scaling;
 }
 
 // Chooses a token's experts; the whole warp, a lane holds kEach neighbouring experts. Lane j < top_k returns with the
@@ -244,10 +318,7 @@ template <int kEach>
 __device__ __forceinline__ void select_from(const RouterArgs& a, const float* scores, float* choices, float* kept,
                                             Candidate* candidates, int* id, float* weight) {
   const int lane = threadIdx.x % 32;
-  const bool grouped = a.topk_group < a.n_group;
-  // Groups that are whole lanes, a power of two of them, go by registers.
-  const int size = a.experts / a.n_group, lanes = size / kEach;
-  const bool easy = grouped && a.group_top <= 2 && lanes * kEach == size && (lanes & (lanes - 1)) == 0 && lanes <= 32;
+  const bool grouped = a.topk_group < a.n_group, easy = grouped && easy_groups(a, kEach);
   if (grouped && !easy) mask_groups(a, choices, kept);
   uint32_t keys[kEach];
   if (kEach % 4 == 0 && a.experts % 32 == 0) {
@@ -266,50 +337,14 @@ __device__ __forceinline__ void select_from(const RouterArgs& a, const float* sc
       keys[i] = e < a.experts ? order_of(choices[choice_at(a, e)]) : 0;
     }
   }
-  unsigned staying = ~0u;  // lanes
-  if (easy) {
-    uint32_t one = 0, two = 0;  // the largest of the group
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      two = max(two, min(one, keys[i]));
-      one = max(one, keys[i]);
-    }
-#pragma unroll 1
-    for (int step = 1; step < lanes; step *= 2) {
-      const uint32_t other = __shfl_xor_sync(~0u, one, step), second = __shfl_xor_sync(~0u, two, step);
-      two = max(max(two, second), min(one, other));
-      one = max(one, other);
-    }
-    auto number = [](uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); };
-    const float total = a.group_top == 2 ? number(one) + number(two) : number(one);
-    const uint32_t own = order_of(comparable(total));
-    int better = 0;
-#pragma unroll 4
-    for (int g = 0; g < a.n_group; ++g) {
-      const uint32_t other = __shfl_sync(~0u, own, g * lanes);
-      better += other > own || (other == own && g < lane / lanes);
-    }
-    const bool stays = better < a.topk_group;
-    staying = __ballot_sync(~0u, stays);
-    if (!stays) {
-      const uint32_t masked = order_of(a.masked_score_zero ? 0.0f : __int_as_float(0xff800000));
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) keys[i] = lane * kEach + i < a.experts ? masked : 0;
-    }
-  }
-  const int mine = largest(keys, a.top_k, candidates);
+  const unsigned staying = easy ? mask_easy_groups(a, kEach, keys) : ~0u;  // lanes
+  const int mine = largest(keys, kEach, a.top_k, candidates);
   float w = lane < a.top_k ? scores[mine] : 0.0f;
   if (grouped && a.masked_weights) {
-    const bool stays = easy ? (staying >> (mine / kEach)) & 1 : kept[mine / size] != 0.0f;
+    const bool stays = easy ? (staying >> (mine / kEach)) & 1 : kept[mine / (a.experts / a.n_group)] != 0.0f;
     if (!stays) w = 0.0f;
   }
-  if (a.norm_topk_prob) {
-    float sum = w;
-#pragma unroll 1
-    for (int step = 1; step < a.top_k; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    w = w / (sum + a.norm_eps);
-  }
-  *id = mine, *weight = w * a.scaling;
+  *id = mine, *weight = weights_of(a, w);
 }
 
 // Apart: its registers would weigh on everything else in the kernel.
@@ -330,6 +365,148 @@ __device__ __forceinline__ void select(const RouterArgs& a, const float* scores,
   } else {
     select_from_many(a, scores, choices, kept, candidates, id, weight);
   }
+}
+
+// Chooses from what store_scored left of a token; the whole warp. here: kScored floats of the warp's own. Lane j <
+// top_k gets the j-th expert, and then what its weight is made of.
+__device__ __forceinline__ int select_scored(const RouterArgs& a, int each, const float* scored, float* here,
+                                             Candidate* candidates, float* score) {
+  constexpr int kEach = kScored / 32;
+  const int lane = threadIdx.x % 32;
+  uint4 keys4[kEach / 4];
+#pragma unroll
+  for (int i = 0; i < kEach / 4; ++i)
+    keys4[i] = __ldcg(reinterpret_cast<const uint4*>(scored + kScored) + i * 32 + lane);
+#pragma unroll
+  for (int i = 0; i < kEach / 4; ++i) {
+    reinterpret_cast<uint4*>(here)[i * 32 + lane] = __ldcg(reinterpret_cast<const uint4*>(scored) + i * 32 + lane);
+  }
+  uint32_t keys[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const uint4& four = keys4[i / 4];
+    const uint32_t key = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+    keys[i] = i < each && lane * each + i < a.experts ? key : 0;
+  }
+  const bool grouped = a.topk_group < a.n_group;
+  const unsigned staying = grouped ? mask_easy_groups(a, each, keys) : ~0u;
+  const int mine = largest(keys, each, a.top_k, candidates);
+  __syncwarp();
+  *score = lane < a.top_k ? here[scored_at(each, mine)] : 0.0f;
+  if (grouped && a.masked_weights && !((staying >> (mine / each)) & 1)) *score = 0.0f;
+  return mine;
+}
+
+// One token's choice by a block of kScored threads, a thread an expert: a warp alone needs three times as long.
+struct Together {
+  uint2 tops[kScored / 32];  // of a warp: its two largest keys
+  uint32_t maxima[32];       // of half a warp
+  uint32_t keys[kScored];
+  float scores[kScored];
+  Candidate candidates[kCandidates];
+  uint32_t staying, least;
+  int count;
+};
+__host__ __device__ __forceinline__ bool chooses_together(const RouterArgs& a) {
+  const bool grouped = a.topk_group < a.n_group;
+  return a.tokens == 1 && !a.softmax && a.experts <= kScored && a.experts >= 16 * a.top_k &&
+         (!grouped || (a.group_top <= 2 && a.experts / a.n_group % 32 == 0));
+}
+// The top_k largest of s.keys one after the other: many are equal. The whole warp.
+static __device__ __noinline__ int largest_by_one(const Together& s, int top_k) {
+  const int lane = threadIdx.x % 32;
+  Best last{0xffffffffu, -1};
+  int mine = 0;
+#pragma unroll 1
+  for (int j = 0; j < top_k; ++j) {
+    Best best;
+#pragma unroll 1
+    for (int i = lane; i < kScored; i += 32) {
+      if (after(s.keys[i], i, last) && s.keys[i] > best.key) best.key = s.keys[i], best.index = i;
+    }
+    const uint32_t most = __reduce_max_sync(~0u, best.key);
+    last.key = most;
+    last.index = static_cast<int>(__reduce_min_sync(~0u, best.key == most ? static_cast<unsigned>(best.index) : ~0u));
+    if (lane == j) mine = last.index;
+  }
+  return mine;
+}
+// All threads; key 0: no expert. Lane j < top_k of the first warp gets the j-th expert and what its weight is made of.
+__device__ __forceinline__ int select_together(const RouterArgs& a, uint32_t key, float score, Together& s,
+                                               float* chosen) {
+  const int expert = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool grouped = a.topk_group < a.n_group;
+  const int per = grouped ? a.experts / a.n_group / 32 : 1, group = warp / per;  // warps of a group
+  s.scores[expert] = score;
+  if (expert == 0) s.count = 0;
+  unsigned staying = ~0u;
+  if (grouped) {
+    const uint32_t one = __reduce_max_sync(~0u, key);
+    const bool most = key == one, twice = __popc(__ballot_sync(~0u, most)) > 1;
+    const uint32_t two = __reduce_max_sync(~0u, most && !twice ? 0 : key);
+    if (lane == 0) s.tops[warp] = make_uint2(one, two);
+    __syncthreads();
+    if (warp == 0) {
+      uint32_t first = 0, second = 0;
+      if (lane < a.n_group) {
+#pragma unroll 1
+        for (int i = 0; i < per; ++i) {
+          const uint2 other = s.tops[lane * per + i];
+          second = max(max(second, other.y), min(first, other.x));
+          first = max(first, other.x);
+        }
+      }
+      const float total = a.group_top == 2 ? key_number(first) + key_number(second) : key_number(first);
+      const uint32_t own = order_of(comparable(total));
+      int better = 0;
+#pragma unroll 4
+      for (int g = 0; g < a.n_group; ++g) {
+        const uint32_t other = __shfl_sync(~0u, own, g);
+        better += other > own || (other == own && g < lane);
+      }
+      staying = __ballot_sync(~0u, lane < a.n_group && better < a.topk_group);
+      if (lane == 0) s.staying = staying;
+    }
+    __syncthreads();
+    staying = s.staying;
+    if (!((staying >> group) & 1) && key) key = order_of(a.masked_score_zero ? 0.0f : __int_as_float(0xff800000));
+  }
+  const uint32_t low = __reduce_max_sync(~0u, lane < 16 ? key : 0), high = __reduce_max_sync(~0u, lane < 16 ? 0 : key);
+  if (lane == 0) s.maxima[warp * 2] = low, s.maxima[warp * 2 + 1] = high;
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t best = s.maxima[lane];
+    int ahead = 0;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) ahead += __shfl_sync(~0u, best, j) > best;
+    const uint32_t least = __reduce_min_sync(~0u, ahead < a.top_k ? best : ~0u);
+    if (lane == 0) s.least = max(least, 1u);
+  }
+  __syncthreads();
+  const bool in = key >= s.least;
+  const unsigned who = __ballot_sync(~0u, in);
+  if (who) {
+    int at = 0;
+    if (lane == 0) at = atomicAdd(&s.count, __popc(who));
+    at = __shfl_sync(~0u, at, 0) + __popc(who & ((1u << lane) - 1));
+    if (in && at < kCandidates) s.candidates[at] = Candidate{key, expert};
+  }
+  __syncthreads();
+  const int count = s.count;
+  if (count > kCandidates) {
+    s.keys[expert] = key;
+    __syncthreads();
+  }
+  if (warp != 0) return 0;
+  int mine;
+  if (count > kCandidates) {
+    mine = largest_by_one(s, a.top_k);
+  } else {
+    mine = rank_candidates(s.candidates, count, a.top_k);
+  }
+  *chosen = lane < a.top_k ? s.scores[mine] : 0.0f;
+  if (grouped && a.masked_weights && lane < a.top_k && !((staying >> (mine / 32 / per)) & 1)) *chosen = 0.0f;
+  return mine;
 }
 
 }  // namespace deltafuse::moe

@@ -48,11 +48,9 @@ DEFAULTS = {
     "first_blocks": 0,
     "split": 2,
     "second_threads": 256,
-    "many_threads": 512,
+    "many_threads": 384,
     "dependent": 1,
     "prefetch": 3,
-    "rehearse": 1,
-    "multiply": 0,
 }
 TUNINGS: tuple[dict[str, int], ...] = (
     {"split": 1},
@@ -62,9 +60,8 @@ TUNINGS: tuple[dict[str, int], ...] = (
     {"first_threads": 256, "split": 1, "first_blocks": 4},
     {"first_blocks": 1},
     {"second_threads": 64, "many_threads": 64},
-    {"second_threads": 128, "many_threads": 256},
-    {"dependent": 0, "prefetch": 0, "rehearse": 0},
-    {"multiply": 1},
+    {"second_threads": 128, "many_threads": 128},
+    {"dependent": 0, "prefetch": 0},
 )
 
 
@@ -119,6 +116,28 @@ def test_fewer_stages_than_warps(tuned: Kernels, tokens: int, split: int) -> Non
 @pytest.mark.parametrize("tokens", (9, 16, 31))
 def test_many_tokens_of_one_expert(kernels: Kernels, tokens: int, case: str) -> None:
     check(kernels, LAYER, tokens, case)
+
+
+@pytest.mark.parametrize("case", ("normal", "ties", "equal-scores", "near-ties", "bias-nan", "bias-all-nan"))
+@pytest.mark.parametrize(
+    "groups",
+    (
+        {},
+        {"topk_group": 1},
+        {"topk_group": 8},
+        {"num_experts": 288, "n_group": 3, "topk_group": 2},
+        {"group_top": 1, "masked_score": "0", "masked_weights": True},
+    ),
+    ids=str,
+)
+def test_one_token_chosen_by_a_block(tuned: Kernels, groups: dict[str, object], case: str) -> None:
+    """Groups of whole warps; by warps alone with 256 threads, and by the prompts' kernels."""
+    few = replace(LAYER, **{"hidden_size": 128, "intermediate_size": 128, "num_experts": 256, **groups})
+    check(tuned, few, 1, case)
+    tuned.tune("decode_first_threads", 256)
+    check(tuned, few, 1, case)
+    tuned.tune("decode_tokens", 0)
+    check(tuned, few, 1, case)
 
 
 def test_as_many_pairs_as_there_may_be(kernels: Kernels) -> None:

@@ -27,15 +27,14 @@ from gpu.moe_runner import Call, Kernels, Layer, find_library, tolerance
 
 Way = dict[str, int]
 DEFAULTS: Way = {
-    "tokens": 32, "first_threads": 512, "first_blocks": 0, "split": 2, "second_threads": 256, "many_threads": 512,
-    "dependent": 1, "prefetch": 3, "rehearse": 1, "multiply": 0,
+    "tokens": 32, "first_threads": 512, "first_blocks": 0, "split": 2, "second_threads": 256, "many_threads": 384,
+    "dependent": 1, "prefetch": 3,
 }  # fmt: skip
 ONE_TOKEN: tuple[Way, ...] = (
     {},
     {"dependent": 0},
     {"prefetch": 0},
     {"prefetch": 1},
-    {"rehearse": 0},
     {"split": 1},
     {"split": 4},
     {"first_blocks": 2},
@@ -43,7 +42,6 @@ ONE_TOKEN: tuple[Way, ...] = (
     {"first_threads": 256, "split": 2},
     {"first_threads": 256, "first_blocks": 2},
     {"second_threads": 128},
-    {"multiply": 1},
 )
 MORE_TOKENS: tuple[Way, ...] = (
     {},
@@ -55,7 +53,7 @@ MORE_TOKENS: tuple[Way, ...] = (
     {"first_threads": 256, "first_blocks": 1},
     {"first_threads": 256, "first_blocks": 3},
     {"first_threads": 256, "first_blocks": 4, "split": 1},
-    {"many_threads": 256},
+    {"many_threads": 128},
 )
 
 
