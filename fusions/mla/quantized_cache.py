@@ -74,8 +74,10 @@ def quantize_caches(
     Raises:
         CalibrationError: a calibration that holds numbers that are not finite.
     """
-    for node in [n for n in model.graph if (n.domain, n.op_type) == (DOMAIN, OP_TYPE)]:
-        if node.attributes["cache"].as_string() != "none":
+    for node in [n for n in model.graph.all_nodes() if (n.domain, n.op_type) == (DOMAIN, OP_TYPE)]:
+        if node.graph is not model.graph:
+            yield Refusal("cache", "it stands in a branch or a loop", node.name or "")
+        elif node.attributes["cache"].as_string() != "none":
             found = _quantize(model, node, kind, scheme, seen, names)
             yield replace(found, node=node.name or "") if isinstance(found, Refusal) else found
 
@@ -129,7 +131,7 @@ def _quantize(
 def _form_refusal(config: MlaConfig, made: Mapping[str, ir.Value]) -> Refusal | None:
     """Why a call's cache is none that can change, by its form."""
     if config.cache == "expanded":
-        return Refusal("cache", "its cache is of every head's keys and values: --latent-cache makes one of latents")
+        return Refusal("cache", "its cache is of keys and values: --latent-cache makes one of latents, if it can")
     if config.cache_type != "same":
         return Refusal("cache", f"its cache is {config.cache_type} already")
     if not config.has_past:

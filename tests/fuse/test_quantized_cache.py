@@ -220,10 +220,26 @@ def adding(model: onnx.ModelProto, op_type: str, inputs: Sequence[str], output: 
 
 
 def test_what_is_not_latents_is_refused() -> None:
-    with pytest.raises(QuantizeError, match=r"every head's keys and values: --latent-cache makes one of latents"):
+    with pytest.raises(QuantizeError, match="its cache is of keys and values: --latent-cache makes one of latents"):
         quantized(library.export("mla_expanded").proto(), latent_cache=False)
     with pytest.raises(QuantizeError, match="no fused LatentAttention node keeps a cache"):
         quantized(library.export("mla_two").proto())
+    inner = fused_proto("mla_latent_given")
+    node = next(n for n in inner.graph.node if n.op_type == "LatentAttention")
+    made = [name for name in node.output if name]
+    outer = helper.make_node("If", ["yes"], made)
+    for branch in ("then_branch", "else_branch"):
+        copied = onnx.NodeProto()
+        copied.CopyFrom(node)
+        copied.output[:] = [name and f"{branch}.{name}" for name in node.output]
+        results = [helper.make_tensor_value_info(f"{branch}.{name}", TensorProto.FLOAT, None) for name in made]
+        outer.attribute.append(helper.make_attribute(branch, helper.make_graph([copied], branch, [], results)))
+    place = list(inner.graph.node).index(node)
+    del inner.graph.node[place]
+    inner.graph.node.insert(place, outer)
+    inner.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
+    with pytest.raises(QuantizeError, match="it stands in a branch or a loop"):
+        quantized(inner)
     once = quantized(library.export("mla_packed").proto())
     assert once.model is not None
     with pytest.raises(QuantizeError, match="its cache is float8 already"):

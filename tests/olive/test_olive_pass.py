@@ -176,6 +176,7 @@ def test_cache(decode: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"quantize": "experts=int5"}, "quantize: "),
         ({"calibration": "absent.npz"}, "nothing to quantize"),
         ({"quantize": "dense=int8:128", "algorithm": "best"}, "expected one of auto, nearest, aware, gptq"),
+        ({"quantize": "cache=int8"}, "takes its scales from a calibration"),
         ({"package_version": "0.0.1"}, "leave the option out"),
     ],
 )
@@ -202,6 +203,19 @@ def test_quantize(tmp_path: Path) -> None:
     assert found["algorithm"] == "gptq"
     assert {tensor["group"] for tensor in found["tensors"]} == {"experts"}
     assert 0 < error(made, "kimi_decode") < 0.1
+
+
+def test_caches_in_8_bits(tmp_path: Path) -> None:
+    """A cache of keys and values becomes one of latents, and that one of codes, with the statistics' scales."""
+    from deltafuse.calibration import calibrate
+
+    model = written("mla_expanded", tmp_path)
+    statistics = tmp_path / "statistics.npz"
+    calibrate(model, samples=1, tokens=4).save(statistics)
+    options = {"latent_cache": True, "quantize": "cache=int8", "calibration": str(statistics)}
+    made = run(model, tmp_path, {"type": "DeltaFuse", **options})
+    (cache,) = made.report()["quantization"]["caches"]
+    assert [port["dtype"] for port in cache["after"]] == ["int8", "int8", "float32", "float32"]
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
