@@ -132,7 +132,7 @@ class Plain:
         kept = [c for c in dict.fromkeys(terms[0] + terms[1]) if c in terms[2] or c in right]
         sizes = dict(zip(terms[0] + terms[1], [*a.shape, *b.shape], strict=True))
         made: list[ir.Node] = []
-        first = {"equation": f"{terms[0]},{terms[1]}->{''.join(kept)}"}
+        first: dict[str, object] = {"equation": f"{terms[0]},{terms[1]}->{''.join(kept)}"}
         shape = ir.Shape([sizes[c] for c in kept])
         product = self._add(made, f"{node.outputs[0].name}__first", "Einsum", [a, b], a.dtype, shape, first)
         self.graph.insert_before(node, made)
