@@ -32,6 +32,9 @@ from .op import HELD
 Names = Callable[[str], str]
 #: What a calibration calls the normed latent of a fused node: the name of the node's first output, and this.
 LATENT_OF = "{}.latent"
+#: int8 covers this times the largest magnitude that was seen: later tokens have larger ones, and cutting a few of them
+#: off costs more than a coarser step does. Normal latents, 544 tokens seen: an error of 1.0e-2 in place of 1.9e-2.
+HEADROOM = 1.25
 #: The least magnitude that makes a scale: below, float32's reciprocal is not finite.
 _LEAST = 1e-30
 CODES = {"int8": ir.DataType.INT8, "float8": ir.DataType.FLOAT8E4M3FN}
@@ -193,7 +196,7 @@ def _scales(name: str, seen: SeenChannels) -> tuple[NDArray[np.float32] | None, 
     empty = amax < _LEAST
     if empty.all():
         return None, len(amax)
-    return int8_scales(np.where(empty, amax.max(), amax)), int(empty.sum())
+    return int8_scales(HEADROOM * np.where(empty, amax.max(), amax)), int(empty.sum())
 
 
 def _error(seen: SeenChannels, kind: str, scales: NDArray[np.float32] | None, full: bool) -> float | None:

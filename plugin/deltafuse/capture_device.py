@@ -18,6 +18,7 @@ Array = NDArray[Any]
 #: Queued copies from the host after which they are waited for.
 PENDING_COPIES = 64
 
+FLOAT8 = 17  # e4m3fn
 _ELEMENTS = {
     "tensor(float)": 1,
     "tensor(uint8)": 2,
@@ -32,7 +33,7 @@ _ELEMENTS = {
     "tensor(uint32)": 12,
     "tensor(uint64)": 13,
     "tensor(bfloat16)": 16,
-    "tensor(float8e4m3fn)": 17,
+    "tensor(float8e4m3fn)": FLOAT8,
 }
 
 
@@ -159,16 +160,16 @@ class OrtCudaDevice(HostDevice):
 
     def write(self, value: Any, source: Array) -> None:
         if source.nbytes:
-            value.update_inplace(np.ascontiguousarray(source))
+            source = np.ascontiguousarray(source)
+            # ONNX Runtime takes float8 as bytes
+            value.update_inplace(source.view(np.uint8) if value.element_type() == FLOAT8 else source)
 
     def read(self, value: Any) -> Array:
         found = np.array(value.numpy())
-        kind = np.dtype(numpy_type(value.element_type()))
-        # float8 comes as its bytes
-        return found.view(kind) if found.dtype == np.uint8 and kind.itemsize == 1 else found
+        return found.view(numpy_type(FLOAT8)) if value.element_type() == FLOAT8 else found
 
     def copy(self, target: Any, source: Any) -> None:
-        self.write(target, source.numpy())
+        self.write(target, self.read(source))
 
     def zero(self, value: Any) -> None:
         self.write(value, np.zeros(tuple(value.shape()), numpy_type(value.element_type())))
