@@ -91,7 +91,8 @@ def _block(view: GraphView, symbolic: Symbolic, core: Core, end: End, ways: Ways
     if set(ways.k.factors) - set(factors):
         return Refusal("rope", "keys are multiplied with something that queries are not")
     if len(factors) not in (0, 2):
-        return Refusal("rope", f"{len(factors)} factors in the rotation: a cosine and a sine were expected")
+        names = ", ".join(repr(f.name) for f in factors)
+        return Refusal("rope", f"queries are multiplied with {names}, not with one cosine and one sine alone")
     cache = read_cache(view, symbolic, core, ways.latent, ways.k, ways.v, rope)
     if isinstance(cache, Refusal):
         return cache

@@ -130,7 +130,8 @@ class Plain:
         if a.shape is None or b.shape is None or not _leads_to_softmax(a):
             return
         kept = [c for c in dict.fromkeys(terms[0] + terms[1]) if c in terms[2] or c in right]
-        sizes = dict(zip(terms[0] + terms[1], [*a.shape, *b.shape], strict=True))
+        sizes = dict(zip(terms[1], b.shape, strict=True))
+        sizes |= {c: d for c, d in zip(terms[0], a.shape, strict=True) if d != 1 or c not in sizes}
         made: list[ir.Node] = []
         first: dict[str, object] = {"equation": f"{terms[0]},{terms[1]}->{''.join(kept)}"}
         shape = ir.Shape([sizes[c] for c in kept])

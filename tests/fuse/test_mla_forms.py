@@ -433,3 +433,41 @@ def test_new_tokens_of_the_first_sequence_only(how: str) -> None:
     report, after = kit.fuse(model)
     assert report.count("mla") == int(how == "right"), kit.why(report)
     kit.same(model, after, *(steps(STEP, model, n) for n in (0, 30)))
+
+
+def test_absorbed_values_cut_behind_their_weights() -> None:
+    """Five of six channels are kept: the weights give six, so that it is left."""
+
+    def cut(e: Editor) -> None:
+        whole = e.node("node_matmul_3").output[0]
+        kept = e.after(whole, "Slice", *bounds(e, 0, 5))
+        wide = e.after(kept, "Mul", e.const(2.0))
+        e.after(wide, "Pad", e.const([0, 0, 0, 0, 0, 0, 0, 1], np.int64))
+
+    model = edited("mla_one_product", cut)
+    report, after = kit.fuse(model)
+    export = library.export("mla_one_product")
+    kit.same(model, after, *map(export.feeds, export.bindings))
+    assert report.count("mla") == 0
+
+
+def test_a_further_factor_of_queries_is_named() -> None:
+    model = edited("mla_half", lambda e: e.after(QUERY, "Mul", e.const(np.linspace(1, 2, 12))) and None)
+    report, after = kit.fuse(model)
+    kit.same(model, after, library.feeds_for(model, {"S": 9}))
+    refusals = [r.refusal for r in report.regions if r.refusal is not None]
+    assert [r.code for r in refusals] == ["rope"] and "'edited_1'" in refusals[0].reason
+
+
+def test_padded_values_of_an_attention_node() -> None:
+    def edit(e: Editor) -> None:
+        node = next(n for n in e.graph.node if n.op_type == "Attention")
+        pads = e.const([0, 0, 0, 0, 0, 0, 0, 6], np.int64)
+        node.input[2] = e.make("Pad", node.input[2], pads)
+        e.after(node.output[0], "Slice", *bounds(e, 0, 6))
+
+    model = edited("mla_causal_op23", edit)
+    report, after = kit.fuse(model)
+    assert report.count("mla") == 1, kit.why(report)
+    assert "Attention" not in kit.ops(after.graph)
+    kit.same(model, after, *map(library.export("mla_causal_op23").feeds, library.export("mla_causal_op23").bindings))
