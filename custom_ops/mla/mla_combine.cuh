@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_ker
         for (int i = 0; i < kAhead; ++i) {
           if (first + i < to) ahead[i] = partial[int64_t((first + i) * step) * (Slot<kRows>::kCount * 32)];
         }
-        if (!waited) __syncthreads(), waited = true;
+        if (!waited) ptx::bar_sync(1, kSpreadThreads), waited = true;
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
           if (first + i < to) sums = joined(sums, Travel<T>::unpack(ahead[i]), of_part[first + i][lane % 4]);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_ker
           [&](int i, Factors f) { put(of_part[i], row, f); });
       group_totals[group][row] = make_float2(total.top, total.sum);
     }
-    __syncthreads();
+    ptx::bar_sync(1, kSpreadThreads);  // all of the block, from two places: __syncthreads must be one
     if (warp == kJoiners) {
       const int chapters = Cut::over(groups.count, groups.per_chapter);
 #pragma unroll 1

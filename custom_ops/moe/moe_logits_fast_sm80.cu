@@ -210,6 +210,7 @@ __global__ void __launch_bounds__(256) doubts_kernel(RouterArgs a, FastLogits f)
       const float choice = i < c.size ? choices[g * c.stride + i] : kLowest;
       const bool decides = i < c.size && (all || choice + margin(base, choice) >= bound);
       const unsigned those = __ballot_sync(~0u, decides);
+      __syncwarp();  // the list may reach choices that have just been read
       if (decides) list[listed + __popc(those & ((1u << lane) - 1))] = g * c.size + i;
       listed += __popc(those);
     }
