@@ -63,7 +63,7 @@ __device__ __forceinline__ void end_float8(uint32_t weight_scales, uint32_t scal
                                            float (&part)[M / 2], float (&d)[N / 2]) {
   pin(part);
   const float s0 = kAlike ? 1.0f : load_one(weight_scales), s1 = kAlike ? 1.0f : load_one(weight_scales + 32);
-  constexpr int kAhead = M % 32 == 0 ? 4 : M == 80 ? 5 : 2;  // loads on their way
+  constexpr int kAhead = kAlike || M % 32 != 0 ? 2 : 4;  // loads on their way
 #pragma unroll
   for (int first_b = 0; first_b < M / 8; first_b += kAhead) {
     float2 x[kAhead], y[kAhead];
