@@ -43,7 +43,6 @@ inline Packed packed_form(const Matrix& m, DType dtype, int count, int rows, int
   } else if (m.format == Format::kFloat8 && whole) {
     p.pack = Pack::kFloat8;
     p.payload = 8192, p.tail = kUnitRows * 4;
-    p.alike = m.block_rows % 128 == 0 && (!gated || rows / 2 % 128 == 0);
   } else {
     p.payload = kUnitRows * 64 * element;
   }

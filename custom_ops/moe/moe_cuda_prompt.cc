@@ -13,7 +13,7 @@ int product_tokens(const Packed& w, bool hopper, int64_t tokens, int64_t pairs) 
   return hopper ? gemm_sm90_tokens(w.pack, tokens, pairs / w.count) : kGemmTokens;
 }
 bool packed_alike(const Packed& a, const Packed& b) {
-  return a.pack == b.pack && a.sub == b.sub && a.zeros == b.zeros && a.gated == b.gated && a.alike == b.alike;
+  return a.pack == b.pack && a.sub == b.sub && a.zeros == b.zeros && a.gated == b.gated;
 }
 
 // An expert chain's buffers. Rows of all of them are tokens in the order by expert; then the shared expert's, where it

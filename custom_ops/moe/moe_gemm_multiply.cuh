@@ -57,30 +57,25 @@ __device__ __forceinline__ void begin_float8(uint32_t left, uint32_t right, floa
   }
   commit();
 }
-// Scales of tokens and rows, multiplied already (kAlike: of rows r, and r + 8), or apart.
-template <int M, int N, bool kAlike>
-__device__ __forceinline__ void end_float8(uint32_t weight_scales, uint32_t scales, uint32_t others, int first,
-                                           float (&part)[M / 2], float (&d)[N / 2]) {
+template <int M, int N>
+__device__ __forceinline__ void end_float8(uint32_t weight_scales, uint32_t scales, int first, float (&part)[M / 2],
+                                           float (&d)[N / 2]) {
   pin(part);
-  const float s0 = kAlike ? 1.0f : load_one(weight_scales), s1 = kAlike ? 1.0f : load_one(weight_scales + 32);
-  constexpr int kAhead = kAlike || M % 32 != 0 ? 2 : 4;  // loads on their way
+  const float s0 = load_one(weight_scales), s1 = load_one(weight_scales + 32);
+  constexpr int kAhead = M % 32 == 0 ? 4 : 2;  // loads on their way
 #pragma unroll
   for (int first_b = 0; first_b < M / 8; first_b += kAhead) {
-    float2 x[kAhead], y[kAhead];
+    float2 x[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int at = (first + (first_b + i) * 8) * 4;
-      x[i] = load_two(scales + at);
-      y[i] = kAlike ? load_two(others + at) : x[i];
-    }
+    for (int i = 0; i < kAhead; ++i) x[i] = load_two(scales + (first + (first_b + i) * 8) * 4);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int b = first_b + i;
       float* to = &d[4 * (first / 8 + b)];
-      to[0] = fmaf(kAlike ? part[4 * b] : part[4 * b] * s0, x[i].x, to[0]);
-      to[1] = fmaf(kAlike ? part[4 * b + 1] : part[4 * b + 1] * s0, x[i].y, to[1]);
-      to[2] = fmaf(kAlike ? part[4 * b + 2] : part[4 * b + 2] * s1, y[i].x, to[2]);
-      to[3] = fmaf(kAlike ? part[4 * b + 3] : part[4 * b + 3] * s1, y[i].y, to[3]);
+      to[0] = fmaf(part[4 * b] * s0, x[i].x, to[0]);
+      to[1] = fmaf(part[4 * b + 1] * s0, x[i].y, to[1]);
+      to[2] = fmaf(part[4 * b + 2] * s1, x[i].x, to[2]);
+      to[3] = fmaf(part[4 * b + 3] * s1, x[i].y, to[3]);
     }
   }
 }
@@ -172,8 +167,7 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
     } else if constexpr (P == Pack::kFloat8) {
       const int thread = threadIdx.x % 128;
       const uint32_t tails = address(stage) + 4 * w.payload + (thread / 32 * 16 + thread % 32 / 4) * 4;
-      uint32_t scales = address(stage) + layout.scales + thread % 4 * 8, others = scales + kScaleRow;
-      if (kPlainScales && !w.gated) scales = others = scales + warpgroup * kScaleRow;
+      const uint32_t scales = address(stage) + layout.scales + thread % 4 * 8;
       constexpr int kEach = N / kPart, kTurns = 2 * kEach;
       const uint32_t a8 = place(address(stage) + unit0 * 8192), b8 = place(right);
       auto begin = [&](int i) {
@@ -188,8 +182,8 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
         } else {
           wait<0>();
         }
-        end_float8<kPart, N, kPlainScales>(tails + (unit0 + i / kEach) * 256, scales, others, i % kEach * kPart,
-                                           part[i % kSets], d[i / kEach]);
+        end_float8<kPart, N>(tails + (unit0 + i / kEach) * 256, scales, i % kEach * kPart, part[i % kSets],
+                             d[i / kEach]);
         if (kSets == 1 && i + 1 < kTurns) begin(i + 1);
       }
     } else {

@@ -30,8 +30,6 @@ __host__ __device__ constexpr int right_halves(Pack p) {  // of 128 bytes of a t
   return p == Pack::kInt4 || p == Pack::kInt8 ? 2 : 1;
 }
 
-constexpr int kScaleRow = most_tokens(Pack::kFloat8) * 4;  // bytes of a stage's scales of its tokens
-
 struct StageLayout {
   int right, half, scales, bytes;  // offsets in a stage, of the tokens' second half from their first; its size
   int stages;
@@ -42,7 +40,7 @@ inline StageLayout stage_layout(const GemmArgs& a, int shared_bytes, int fixed_b
   s.right = (w.stage_bytes() + 1023) / 1024 * 1024;
   s.half = tile_columns(w.pack, a.tile_tokens) * 128;
   s.scales = s.right + s.half * right_halves(w.pack);
-  s.bytes = s.scales + (w.pack == Pack::kFloat8 ? 2048 : 0);
+  s.bytes = s.scales + (w.pack == Pack::kFloat8 ? 1024 : 0);
   const int most = a.tuning.stages > 1 && a.tuning.stages < kMostStages ? a.tuning.stages : kMostStages;
   const int room = (shared_bytes - fixed_bytes - 1024) / s.bytes;  // 1024: alignment
   s.stages = room < most ? room : most;
@@ -68,9 +66,9 @@ struct Shared {
   Work work[kSlots];
 };
 
-__device__ __forceinline__ void init_barriers(Shared& s, int stages, int consumers, int fetched) {
+__device__ __forceinline__ void init_barriers(Shared& s, int stages, int consumers) {
   for (int i = 0; i < stages; ++i) {
-    barrier_init(&s.full[i], fetched + 1);
+    barrier_init(&s.full[i], kFetchers + 1);
     barrier_init(&s.empty[i], consumers / 32);
   }
   for (int i = 0; i < kSlots; ++i) {
@@ -160,7 +158,7 @@ __device__ __forceinline__ void fetch_weights(const GemmArgs& a, const StageLayo
 
 // The three warps that fetch tokens. A thread copies one 16-byte chunk of every twelfth token; which those are differs
 // within a warp, how many they are does not: what is beyond the last is the last again.
-template <Pack P, int kMost, bool kAlike>
+template <Pack P, int kMost>
 __device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayout& layout, uint32_t base,
                                              Shared& shared, int thread) {
   constexpr int kHalves = right_halves(P), kStep = kFetchers / 8, kRows = (kMost + kStep - 1) / kStep;
@@ -175,7 +173,6 @@ __device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayou
     const Work& work = shared.work[slot];
     const int count = work.count, start = work.x_start, stages = work.stages;
     const bool gathered = work.gathered;
-    const unsigned char* work_weights = work.weights;
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&shared.free[slot]);
     if (count == 0) break;
@@ -184,23 +181,11 @@ __device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayou
     uint32_t from[kRows];  // in 16 bytes
 #pragma unroll
     for (int i = 0; i < kRows; ++i) from[i] = source(min(row0 + kStep * i, count - 1)) * stride + chunk;
-    // Scales: a row of x_blocks beside a row of x_blocks * 128 bytes. Where the weights' are alike they are multiplied
-    // with them here, one stage ahead: once, not once a row.
+    // Scales: a row of x_blocks beside a row of x_blocks * 128 bytes.
     uint32_t scales[2] = {0, 0};
-    float token_scale[2] = {}, row_scale[2] = {};
-    const unsigned char* row_scales = work_weights + 4 * a.weights.payload;
-    const int second = (a.weights.gated ? 8 : 2 * kUnitRows) * 4;  // the first row that has the other scale
-    auto load_scales = [&](int k) {
-      const unsigned char* of = row_scales + k * static_cast<int64_t>(a.weights.stage_bytes());
-      row_scale[0] = __ldg(reinterpret_cast<const float*>(of));
-      row_scale[1] = __ldg(reinterpret_cast<const float*>(of + second));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) token_scale[i] = __ldg(a.x_scale + scales[i] + k);
-    };
     if constexpr (P == Pack::kFloat8) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) scales[i] = source(min(thread + kFetchers * i, count - 1)) * a.x_blocks;
-      if constexpr (kAlike) load_scales(0);
     }
     const int rows = (count - row0 / 4 * 4 + kStep - 1) / kStep;
     for (int k = 0; k < stages; ++k) {
@@ -223,18 +208,7 @@ __device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayou
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int r = thread + kFetchers * i;
-          const uint32_t to = base + stage + layout.scales + r * 4;
-          if (r >= kMost) continue;
-          if constexpr (kAlike) {
-            store_shared(to, token_scale[i] * row_scale[0]),
-                store_shared(to + kScaleRow, token_scale[i] * row_scale[1]);
-          } else if (r < count) {
-            copy4(to, a.x_scale + scales[i] + k);
-          }
-        }
-        if constexpr (kAlike) {
-          barrier_arrive(bar);
-          if (k + 1 < stages) load_scales(k + 1);
+          if (r < count) copy4(base + stage + layout.scales + r * 4, a.x_scale + scales[i] + k);
         }
       }
       barrier_arrive_copied(bar);

@@ -14,19 +14,18 @@ __global__ void __launch_bounds__(consumers(U) + kProducers, 1)
     gemm_kernel(const __grid_constant__ GemmArgs a, const __grid_constant__ StageLayout layout) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kConsumers = consumers(U), kMost = U == 2 ? most_tokens(P) : kFewTokens;
-  constexpr bool kAlike = P == Pack::kFloat8 && kPlainScales;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ Shared shared;
   __shared__ __align__(8) Largest largest[P == Pack::kFloat8 ? kConsumers / 32 : 1];
   __shared__ __align__(8) float inverse[P == Pack::kFloat8 ? most_tokens(Pack::kFloat8) : 1];
   unsigned char* memory = dynamic + (1024 - (address(dynamic) & 1023)) % 1024;
-  if (threadIdx.x == 0) init_barriers(shared, layout.stages, kConsumers, kFetchers * (kAlike ? 2 : 1));
+  if (threadIdx.x == 0) init_barriers(shared, layout.stages, kConsumers);
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
     if constexpr (U == 2) fewer_registers<40>();
     const int thread = static_cast<int>(threadIdx.x) - (kConsumers + kProducers - kFetchers);
     if (thread >= 0) {
-      fetch_tokens<P, kMost, kAlike>(a, layout, address(memory), shared, thread);
+      fetch_tokens<P, kMost>(a, layout, address(memory), shared, thread);
     } else if (threadIdx.x == kConsumers) {
       fetch_weights(a, layout, address(memory), shared);
     }
@@ -97,9 +96,6 @@ cudaError_t launch(const GemmArgs& a, const DeviceInfo& device, cudaStream_t str
       return few ? launch_kernel<T, P, 1, false>(a, device, stream) : launch_kernel<T, P, 2, false>(a, device, stream);
     }
     if (few) return launch_kernel<T, P, 1, true>(a, device, stream);
-  }
-  if constexpr (P == Pack::kFloat8) {
-    if (!a.weights.alike) return launch_kernel<T, P, 2, false>(a, device, stream);
   }
   return launch_kernel<T, P, 2, true>(a, device, stream);
 }

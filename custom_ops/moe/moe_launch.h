@@ -31,7 +31,6 @@ struct Packed {
   int32_t zeros = 0;  // 1: zero points follow the scales; 0: they are `middle`
   int32_t count = 0;  // experts
   int32_t rows = 0, cols = 0;
-  int32_t alike = 0;  // float8: the tile's gates share their scales, and its ups; without gates each 128 rows do
   int32_t gated = 0;  // 1: rows are channels' gates, then their ups, stored beside each other
   int32_t tiles = 0;  // of 256 rows
   int32_t stages = 0;

@@ -226,9 +226,6 @@ __device__ __forceinline__ uint64_t evict_normal_policy() {
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ void store_shared(uint32_t shared, float x) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(shared), "f"(x) : "memory");
-}
 // A thread's own copies of 16 bytes (`bytes` 0: zeros instead) or 4.
 __device__ __forceinline__ void copy16(uint32_t shared, const void* global, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
