@@ -110,7 +110,10 @@ def test_ort_gives_back_the_weights_that_are_packed() -> None:
 
 
 def test_sessions_share_what_they_pack_from_the_same_bytes() -> None:
-    """A second session of the same weights takes no memory for them; of others, or without sharing, it does."""
+    """A second session of the same weights takes no memory for them; of others, or without sharing, it does.
+
+    Needs a GPU that nothing else uses meanwhile, as the test before does.
+    """
     config = replace(CONFIGS["int4-128"], num_experts=64, hidden_size=2048, intermediate_size=1024)
     inputs = draw_inputs(config, 2, np.random.default_rng(3), dtype="float16")
     other = {name: x ^ 0x11 if name == "down_weight" else x for name, x in inputs.items()}
@@ -131,10 +134,11 @@ def test_sessions_share_what_they_pack_from_the_same_bytes() -> None:
 
     first, _ = made(inputs)
     second, of_second = made(inputs)
-    assert of_second < 0.3 * size, f"{of_second >> 20} MiB for {size >> 20} MiB of weights"
     third, of_third = made(other)
     fourth, of_fourth = made(inputs, share_weights="0")
-    assert min(of_third, of_fourth) > 0.7 * size
+    # Each session takes some memory whatever its weights are, 150 MiB with the CUDA EP of ONNX Runtime 1.31.
+    saved = min(of_third, of_fourth) - of_second
+    assert saved > 0.7 * size, f"{saved >> 20} MiB saved of {size >> 20} MiB of weights"
     del first  # the others live on
     for running, weights in ((second, inputs), (third, other), (fourth, inputs)):
         check(config, weights, run(running, config, weights), "float16", "after the first is gone")
