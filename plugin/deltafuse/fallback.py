@@ -255,7 +255,6 @@ def _attention(node: Any, opset: int, ort_version: tuple[int, int], on_gpu: bool
 
 def _experts(node: Any, opset: int, ort_version: tuple[int, int], on_gpu: bool) -> Any:
     """The function for a ``GroupedQMoE`` node, or why there is none."""
-    import onnx_ir as ir
 
     from .custom_ops.moe import body_ort, call
     from .custom_ops.moe.spec import ATTRIBUTES as KNOWN
@@ -267,12 +266,21 @@ def _experts(node: Any, opset: int, ort_version: tuple[int, int], on_gpu: bool) 
     strange = [attribute.name for attribute in node.attribute if attribute.name not in KNOWN]
     if strange:
         raise ValueError(f"what its attribute {strange[0]} means is not known here")
-    config, dtype = call.read_call(ir.serde.deserialize_node(node))
+    config, dtype = call.read_call(_ir_node(node))
     have = {name for name, value in zip(INPUTS, node.input, strict=False) if value}
     if set(config.input_names()) != have:
         raise ValueError(f"its operands {', '.join(sorted(have))} are not those of its attributes")
     refused = body_ort.ort_refusal(config, dtype, on_gpu=on_gpu)
     return body_ort.build_ort_function(config, opset, dtype, on_gpu=on_gpu) if refused is None else refused.reason
+
+
+def _ir_node(node: Any) -> Any:
+    """An ``onnx.NodeProto`` as an ``onnx_ir.Node``; its inputs are declared, or onnx_ir warns of an invalid model."""
+    import onnx
+    import onnx_ir as ir
+
+    declared = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input) if name]
+    return ir.serde.deserialize_graph(onnx.GraphProto(node=[node], input=declared)).node(0)
 
 
 def _import(proto: Any, domain: str, version: int) -> None:

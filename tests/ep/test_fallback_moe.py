@@ -175,6 +175,12 @@ def test_nodes_that_are_not_known_stay() -> None:
     assert "are not those of its attributes" in why(model)
 
 
+def test_a_node_that_is_read_alone_is_no_invalid_model(caplog: pytest.LogCaptureFixture) -> None:
+    model = call_model(BASE, draw_inputs(BASE, 2, np.random.default_rng(6)))
+    lower(model.SerializeToString(), [REFUSED], MIN_ORT, on_gpu=False)
+    assert not caplog.records
+
+
 def test_on_a_gpu_it_computes_in_the_activations_type() -> None:
     """Which is all that its kernels there take; on a CPU in float32."""
     for on_gpu, kind in ((True, ir.DataType.BFLOAT16), (False, ir.DataType.FLOAT)):
