@@ -18,7 +18,7 @@ def test_every_file_has_an_entry_and_every_entry_its_files() -> None:
     assert {p.name for p in library.DATA.iterdir() if p.is_file()} == named | real | {"expected.json"}
     sizes = [p.stat().st_size for p in library.DATA.iterdir()]
     assert max(sizes) < 2**20
-    assert sum(sizes) < 8 * 2**20
+    assert sum(sizes) < 10 * 2**20  # whoever runs the GPU tests elsewhere carries them there
 
 
 def test_all_kinds_are_there() -> None:
