@@ -35,6 +35,8 @@ LATENT_OF = "{}.latent"
 #: int8 covers this times the largest magnitude that was seen: later tokens have larger ones, and cutting a few of them
 #: off costs more than a coarser step does. Normal latents, 544 tokens seen: an error of 1.0e-2 in place of 1.9e-2.
 HEADROOM = 1.25
+#: Of fewer tokens the largest magnitudes tell little of those to come.
+FEW_TOKENS = 64
 #: The least magnitude that makes a scale: below, float32's reciprocal is not finite.
 _LEAST = 1e-30
 CODES = {"int8": ir.DataType.INT8, "float8": ir.DataType.FLOAT8E4M3FN}
@@ -48,11 +50,13 @@ class SeenChannels:
         amax: ``[channels]``, the largest magnitude of each.
         mean_square: ``[channels]``, where it is known.
         rows: ``[n, channels]``, some rows, or None.
+        count: how many rows there were, where it is known.
     """
 
     amax: NDArray[np.float32]
     mean_square: NDArray[np.float32] | None = None
     rows: NDArray[np.float32] | None = None
+    count: int | None = None
 
 
 class CalibrationError(ValueError):

@@ -11,7 +11,7 @@ from ...custom_ops.common.parts_tensor import SpillFile
 from ...custom_ops.common.quantize_matrix import Statistics
 from ...custom_ops.common.refusal import Refusal
 from ...custom_ops.common.scheme import Scheme
-from ..mla.quantized_cache import CalibrationError, SeenChannels, quantize_caches
+from ..mla.quantized_cache import FEW_TOKENS, CalibrationError, SeenChannels, quantize_caches
 from ..passes import Pass, Progress
 from ..result import PassReport, QuantizationReport
 from ..rewrite import remove_unused
@@ -127,6 +127,12 @@ class Quantize(Pass):
                     left.append(f"cache: {found}")
                 else:
                     self.result.caches.append(found)
+                    known = self.channels.get(found.calibrated) if found.calibrated else None
+                    if known is not None and known.count is not None and known.count < FEW_TOKENS:
+                        report.notes.append(
+                            f"cache: the calibration saw few tokens of {found.node} ({known.count}): what is larger "
+                            "than they were is cut off, calibrate on more"
+                        )
         except CalibrationError as error:
             raise QuantizeError(str(error)) from error
         if not self.result.caches:

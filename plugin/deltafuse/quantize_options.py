@@ -48,7 +48,7 @@ def _channels(calibration: str | os.PathLike[str]) -> Any:
 
     found: dict[str, SeenChannels] = {}
     for tensor in load(calibration).tensors.values():
-        seen = SeenChannels(tensor.amax, tensor.mean_square, tensor.samples)
+        seen = SeenChannels(tensor.amax, tensor.mean_square, tensor.samples, tensor.rows)
         found[tensor.name] = seen
         for alias in tensor.aliases:
             found.setdefault(alias, seen)
