@@ -144,6 +144,17 @@ def test_files_that_hold_no_numbers_are_errors_in_words(kimi: Path, tmp_path: Pa
     assert "cache=int8 takes its scales from a calibration: `deltafuse calibrate` writes one" in said
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_inputs_that_are_not_finite_make_no_calibration(tmp_path: Path, bad: float) -> None:
+    model, inputs, data = tmp_path / "model.onnx", tmp_path / "inputs.npz", tmp_path / "data.npz"
+    onnx.save(library.export("mla_absorbed").proto(), model)
+    x = np.ones((1, 1, 24), np.float32)
+    x[0, 0, 3] = bad
+    np.savez(inputs, x=x)
+    said = " ".join(command("calibrate", model, "-i", inputs, "-o", data, "--dim", "past=4", code=2).split())
+    assert "holds values that are not finite" in said and not data.exists()
+
+
 @pytest.mark.parametrize("scheme", ["cache=int8", "cache=fp8:128"])
 def test_the_example_generates_with_them(kimi: Path, tmp_path: Path, scheme: str) -> None:
     """The same tokens as from the exact cache, as far as one is much likelier than the others: at the start."""
