@@ -60,8 +60,9 @@ def watched_values(proto: onnx.ModelProto, signature: Signature) -> dict[str, tu
             for index, name in enumerate(node.input):
                 if name and name not in weights and floats.get(name, True):
                     watch(node, index)
-    for output in signature.states.values():
-        found.setdefault(output, (set(), []))[0].add("cache")
+    for past, output in signature.states.items():
+        if floats.get(past, True):  # and no codes of an 8-bit cache, which mean nothing without their scales
+            found.setdefault(output, (set(), []))[0].add("cache")
     for name, (_, users) in found.items():
         if not users:
             users += [

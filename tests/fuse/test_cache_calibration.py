@@ -14,6 +14,7 @@ import pytest
 from deltafuse.calibration import Calibration, calibrate, load
 from deltafuse.cli import app
 from deltafuse.compare import compare
+from deltafuse.errors import DeltaFuseError
 from exports import library
 from typer.testing import CliRunner
 
@@ -142,6 +143,20 @@ def test_files_that_hold_no_numbers_are_errors_in_words(kimi: Path, tmp_path: Pa
         assert not output.exists()
     said = " ".join(command("fuse", kimi, "-o", output, "--quantize", "cache=int8", code=2).split())
     assert "cache=int8 takes its scales from a calibration: `deltafuse calibrate` writes one" in said
+
+
+@pytest.mark.parametrize("scheme", ["cache=int8", "cache=fp8:128"])
+def test_codes_are_no_latents(kimi: Path, tmp_path: Path, scheme: str) -> None:
+    """A calibration of the model with 8-bit caches has the export's names, and once had their codes as magnitudes."""
+    held, data, output = tmp_path / "held.npz", tmp_path / "data.npz", tmp_path / "out.onnx"
+    calibrate(kimi, samples=1, tokens=6).save(data)
+    deltafuse.fuse(kimi, output, quantize=scheme, calibration=data, **FUSE)
+    found = calibrate(output, samples=1, tokens=6)
+    assert "present.1.values" in found.tensors and "present.1.keys" not in found.tensors
+    found.save(held)
+    with pytest.raises(DeltaFuseError, match="the calibration has nothing of its latents"):
+        deltafuse.fuse(kimi, tmp_path / "other.onnx", quantize="cache=int8", calibration=held, **FUSE)
+    assert not (tmp_path / "other.onnx").exists()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
