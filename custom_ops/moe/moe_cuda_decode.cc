@@ -47,6 +47,9 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
     if (a.shared_gate) a.gates = gates;
   }
   a.routed = parts.take<int32_t>(1 + 2 * pairs);
+  a.flag_count = static_cast<int>((tokens + 7) / 8) * kManyBlocks;
+  a.flags = parts.take<int32_t>(a.flag_count);
+  a.parts = parts.take<float>(a.flag_count * 128);
   a.h = parts.take<uint16_t>((pairs + tokens) * a.h_stride);
   const Packed &down = layer.down, &shared = layer.shared_down;
   const bool digits = of_integers(down) || (shared.count && of_integers(shared));
@@ -114,7 +117,7 @@ bool tune_decode(const char* name, int value) {
                {"second_threads", &tuning.second_threads, 64, 256, true},
                {"many_threads", &tuning.many_threads, 64, 384, false},
                {"dependent", &tuning.dependent, 0, 1, false},
-               {"prefetch", &tuning.prefetch, 0, 3, false}};
+               {"prefetch", &tuning.prefetch, 0, 63, false}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) != 0) continue;
     if (value < one.least || value > one.most || (one.power && (value & (value - 1)) != 0)) return false;

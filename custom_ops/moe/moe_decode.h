@@ -7,6 +7,7 @@ namespace deltafuse::moe {
 
 constexpr int kDecodeTokens = 32;  // calls of more tokens are prompts
 constexpr int kDecodePairs = 512;  // token-expert pairs of a decode call
+constexpr int kManyBlocks = 320;   // of the second product, several tokens, at most
 constexpr int kScored = 512;       // experts of a token that a warp chooses from, at most (see store_scored)
 
 // How the kernels are driven; results differ in rounding at most.
@@ -58,6 +59,9 @@ struct DecodeArgs {
   int32_t each;         // experts a lane chooses from; 0: the choice is made from logits
   int32_t together;     // the block chooses; scores and keys lie by expert
   int32_t* routed;      // how many experts are used; which [pairs]; the place of each pair's there [pairs]
+  int32_t* flags;       // [N / 8 rounded up, kManyBlocks] the sums of a block are there
+  float* parts;         // [the same, 128] sums of a slab that the next block goes on with
+  int32_t flag_count;   // 0: one token
   void* h;              // [pairs + tokens, 2 * h_stride bytes] right operands of the second product
   int32_t h_stride, has_scales, has_sums;  // elements; of h
   void* y;

@@ -9,10 +9,9 @@
 
 namespace deltafuse::moe {
 
-constexpr int kFirstThreads = 512;                           // at most
-constexpr int kFirstDepth = 4;                               // stages in flight a warp
-constexpr int kOperandBytes = 49152;                         // of tokens in shared memory at most
-constexpr int kChoiceBytes = kScored * 4 + kCandidates * 8;  // what a warp needs to choose
+constexpr int kFirstThreads = 512;    // at most
+constexpr int kFirstDepth = 4;        // stages in flight a warp
+constexpr int kOperandBytes = 49152;  // of tokens in shared memory at most
 
 struct FirstShared {
   static __host__ __device__ int slot_bytes(const DecodeArgs& a) { return slot_bytes_of(a.gate_up, a.shared_gate_up); }
@@ -28,10 +27,11 @@ struct FirstShared {
     return operand_at(a, warps) + (operand_here(a) ? operand_bytes(a) : 0);
   }
   static __host__ __device__ size_t bytes(const DecodeArgs& a, int warps) {
-    const int ring = warps * kFirstDepth * slot_bytes(a),
-              choice = a.each ? warps * kChoiceBytes : Routing::scratch_bytes(a.router);
-    const int most = ring > choice ? ring : choice, together = sizeof(Together);
-    return ring_at(a, warps) + static_cast<size_t>(most > together ? most : together);
+    const int ring = warps * kFirstDepth * slot_bytes(a), choice = a.together ? a.router.tokens * sizeof(PartsChoice)
+                                                                   : a.each   ? warps * kCandidates * sizeof(Candidate)
+                                                                              : Routing::scratch_bytes(a.router);
+    const int scratch = Routing::lists_bytes(a.router) + choice;
+    return ring_at(a, warps) + static_cast<size_t>(ring > scratch ? ring : scratch);
   }
 };
 
@@ -115,8 +115,9 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     to_l2(a.shared_gate_up.data, a.shared_gate_up.expert_bytes(), at, of);
     to_l2(a.shared_down.data, a.shared_down.expert_bytes(), at, of);
   }
-  if (threadIdx.x < 32) routing.used[threadIdx.x] = 0;
+  routing.clear(r);
   FirstTasks tasks(a, pairs);
+  const Parts8 parts(r);
   wait_previous();
   const unsigned char* x_rows = static_cast<const unsigned char*>(a.x.data);
   if (FirstShared::operand_here(a)) {  // the warps that choose come last
@@ -128,24 +129,48 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     copies_commit();
     x_rows = shared + FirstShared::operand_at(a, warps);
   }
-  const bool lone = r.tokens == 1 && (a.each || a.together);
+  const bool late = a.together || (a.each && r.tokens <= warps);  // weights are made when copies are on their way
   float score = 0.0f;
   if (a.together) {
-    const int e = threadIdx.x;
-    const float own = e < r.experts ? __ldcg(a.scored + e) : 0.0f;
-    const uint32_t key = e < r.experts ? __ldcg(reinterpret_cast<const uint32_t*>(a.scored) + kScored + e) : 0;
-    const int id = select_together(r, key, own, *reinterpret_cast<Together*>(rings), &score);
-    if (warp == 0 && lane < r.top_k) routing.take_id(r, lane, id);
+    auto* choices = reinterpret_cast<PartsChoice*>(routing.choice);
+    const int sorts = r.tokens * parts.count;
+    auto load = [&](int i, uint32_t (&keys)[kPartEach]) {
+      const int token = i / parts.count;
+      load_part(r, parts, i - token * parts.count,
+                reinterpret_cast<const uint32_t*>(a.scored + token * (2 * kScored)) + kScored, keys);
+    };
+    uint32_t next[kPartEach];
+    if (warp < sorts) load(warp, next);
+#pragma unroll 1
+    for (int i = warp; i < sorts; i += warps) {
+      uint32_t keys[kPartEach];
+#pragma unroll
+      for (int n = 0; n < kPartEach; ++n) keys[n] = next[n];
+      if (i + warps < sorts) load(i + warps, next);
+      const int token = i / parts.count;
+      sort_part(r, parts, i - token * parts.count, keys, choices[token]);
+    }
+    __syncthreads();
+    if (warp < r.tokens) {
+      PartsChoice& choice = choices[warp];
+      const float* scored = a.scored + warp * (2 * kScored);
+      int id = 0;
+      if (merge_parts(r, parts, choice)) {
+        if (lane < r.top_k) id = choice.ids[lane], score = __ldcg(scored + id);
+      } else {
+        id = select_unclear(r, a.each, scored, reinterpret_cast<Candidate*>(&choice), &score);
+      }
+      if (lane < r.top_k) routing.take_id(r, warp, warp * r.top_k + lane, id);
+    }
   } else if (a.each) {
     if (r.tokens > 1) __syncthreads();
 #pragma unroll 1
     for (int token = warp; token < r.tokens; token += warps) {
-      float* here = reinterpret_cast<float*>(rings + warp * kChoiceBytes);
       const int pair = token * r.top_k + lane;
-      const int id = select_scored(r, a.each, a.scored + token * (2 * kScored), here,
-                                   reinterpret_cast<Candidate*>(here + kScored), &score);
-      if (lane < r.top_k) routing.take_id(r, pair, id);
-      if (lone) break;  // the weights later
+      const int id = select_scored(r, a.each, false, a.scored + token * (2 * kScored),
+                                   reinterpret_cast<Candidate*>(routing.choice) + warp * kCandidates, &score);
+      if (lane < r.top_k) routing.take_id(r, token, pair, id);
+      if (late) break;  // the weights later
       const float weight = weights_of(r, score);
       if (lane < r.top_k) routing.take_weight(r, pair, weight, blockIdx.x == 0);
     }
@@ -154,7 +179,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   }
   copies_wait<0>();
   __syncthreads();
-  if (r.tokens > 1) list_items(r, routing);
+  if (r.tokens > 1) list_items(r, routing, a.by_top_k);
   if (r.tokens > 1) tasks = FirstTasks(a, uniform(routing.counts[0]));
 
   // The next stage to copy: all of a warp's stages of all its tasks, one after the other.
@@ -191,7 +216,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   if (blockIdx.x == 0) {  // for the second product
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-      a.routed[1 + i] = r.tokens == 1 ? routing.ids[i] : i < routing.counts[1] ? routing.items[i] : 0;
+      a.routed[1 + i] = r.tokens == 1 ? routing.ids[i] : i < routing.counts[1] ? routing.experts[i] : 0;
       a.routed[1 + pairs + i] = r.tokens == 1 ? i : routing.places[i];
     }
     __syncthreads();
@@ -203,10 +228,10 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     }
   }
   release_next();
-  if (lone) {
-    if (warp == 0) {
+  if (late) {
+    if (warp < r.tokens) {
       const float weight = weights_of(r, score);
-      if (lane < r.top_k) routing.take_weight(r, lane, weight, blockIdx.x == 0);
+      if (lane < r.top_k) routing.take_weight(r, warp * r.top_k + lane, weight, blockIdx.x == 0);
     }
     __syncthreads();
   }

@@ -11,8 +11,8 @@ namespace deltafuse::moe {
 
 // One token: all activations lie in shared memory, and nearly all weights are in flight. More: activations come as they
 // are needed, eight tokens at a time.
-constexpr int kOneThreads = 256, kManyThreads = 384;
-constexpr int kOneDepth = 7, kManyDepth = 4;
+constexpr int kOneThreads = 256;
+constexpr int kOneDepth = 7;
 constexpr int kOneBytes = 32768;  // of activations at most
 
 struct SecondShared {
@@ -40,15 +40,14 @@ struct SecondShared {
     return totals_at(a) + warps * (one(a) ? 256 : 2048);
   }
   static __host__ __device__ size_t bytes(const DecodeArgs& a, int warps) {
-    return ring_at(a, warps) + size_t(warps) * (one(a) ? kOneDepth : kManyDepth) * slot_bytes(a) + h_bytes(a);
+    return ring_at(a, warps) + size_t(warps) * kOneDepth * slot_bytes(a) + h_bytes(a);
   }
 };
 
 template <typename T, Pack P, Pack S, bool kOne>
-__global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 2)
-    decode_second_kernel(const __grid_constant__ DecodeArgs a) {
+__global__ void __launch_bounds__(kOneThreads, 4) decode_second_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) unsigned char shared[];
-  constexpr int kDepth = kOne ? kOneDepth : kManyDepth, kTokens = kOne ? 1 : 8;
+  constexpr int kDepth = kOneDepth, kTokens = kOne ? 1 : 8;
   constexpr bool kInteger = P == Pack::kInt4 || P == Pack::kInt8, kShared = S == Pack::kInt4 || S == Pack::kInt8;
   const RouterArgs& r = a.router;
   const int pairs = r.tokens * r.top_k, warps = blockDim.x / 32, warp = uniform(threadIdx.x / 32),
@@ -264,7 +263,7 @@ __global__ void __launch_bounds__(kOne ? kOneThreads : kManyThreads, kOne ? 4 : 
 
 template <typename T, Pack P, Pack S, bool kOne>
 cudaError_t launch_second_pair(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
-  const int threads = kOne ? a.tuning.second_threads : a.tuning.many_threads;
+  const int threads = a.tuning.second_threads;
   return launch_kernel(decode_second_kernel<T, P, S, kOne>, (a.down.rows + 15) / 16, threads,
                        SecondShared::bytes(a, threads / 32), device.capability >= 90 && a.tuning.dependent, stream, a);
 }

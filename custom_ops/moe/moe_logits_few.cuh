@@ -125,27 +125,43 @@ __device__ __forceinline__ void make_logits(const RouterArgs& r, int first_exper
   }
 }
 
-// The same of one token whose rows are not longer than the loads of all threads at once. Weights are on their way
+// The same of one token whose rows are not longer than the loads of all threads at once. Weights are here, in float64,
 // before wait(), the wait for the kernel before, and all that comes after it runs once before it on zeros: instructions
 // that are not in the cache cost more than the work.
 template <typename T, typename W, typename Wait, typename Store>
 __device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_expert, Wait wait, Store store) {
-  __shared__ double partial[kLogitsWarps][kLogitsExperts];
+  __shared__ double partial[kLogitsExperts][kLogitsWarps];
   constexpr int kWide = 16 / sizeof(W), kAhead = sizeof(W) == 4 ? 3 : 2;
   struct alignas(kWide * sizeof(T)) Columns {
     T v[kWide];
   };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = r.hidden / kWide;
-  uint4 w[kAhead][kLogitsExperts];
+  const int expert = min(first_expert + static_cast<int>(threadIdx.x), r.experts - 1);
+  const bool stores = threadIdx.x < kLogitsExperts && first_expert + static_cast<int>(threadIdx.x) < r.experts;
+  double w[kAhead][kWide][kLogitsExperts];
+  {
+    uint4 raw[kAhead][kLogitsExperts];
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    const int piece = static_cast<int>(threadIdx.x) + i * kLogitsThreads;
+    for (int i = 0; i < kAhead; ++i) {
+      const int piece = static_cast<int>(threadIdx.x) + i * kLogitsThreads;
 #pragma unroll
-    for (int e = 0; e < kLogitsExperts; ++e) {
-      const W* row = static_cast<const W*>(r.weight) + int64_t(min(first_expert + e, r.experts - 1)) * r.hidden;
-      w[i][e] = piece < pieces ? load_weights(reinterpret_cast<const uint4*>(row) + piece) : make_uint4(0, 0, 0, 0);
+      for (int e = 0; e < kLogitsExperts; ++e) {
+        const W* row = static_cast<const W*>(r.weight) + int64_t(min(first_expert + e, r.experts - 1)) * r.hidden;
+        raw[i][e] = piece < pieces ? load_weights(reinterpret_cast<const uint4*>(row) + piece) : make_uint4(0, 0, 0, 0);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) {
+#pragma unroll
+        for (int e = 0; e < kLogitsExperts; ++e) {
+          w[i][j][e] = static_cast<double>(to_float(reinterpret_cast<const W*>(&raw[i][e])[j]));
+        }
+      }
     }
   }
+  const double router_bias = r.router_bias ? static_cast<double>(__ldg(r.router_bias + expert)) : 0.0;
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     Columns c[kAhead] = {};
@@ -164,22 +180,23 @@ __device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_e
       for (int j = 0; j < kWide; ++j) {
         const double token = static_cast<double>(to_float(c[i].v[j]));
 #pragma unroll
-        for (int e = 0; e < kLogitsExperts; ++e) {
-          sum[e] = fma(static_cast<double>(to_float(reinterpret_cast<const W*>(&w[i][e])[j])), token, sum[e]);
-        }
+        for (int e = 0; e < kLogitsExperts; ++e) sum[e] = fma(w[i][j][e], token, sum[e]);
       }
     }
     int which;
     const double total = sum_over_warp(sum, &which);
-    if (lane % (32 / kLogitsExperts) == 0) partial[warp][which] = total;
+    if (lane % (32 / kLogitsExperts) == 0) partial[which][warp] = total;
     __syncthreads();
-    const int expert = first_expert + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < kLogitsExperts && expert < r.experts) {
-      double all = partial[0][threadIdx.x];
+    if (stores) {
+      double parts[kLogitsWarps];
 #pragma unroll
-      for (int i = 1; i < kLogitsWarps; ++i) all += partial[i][threadIdx.x];
-      if (r.router_bias) all += static_cast<double>(r.router_bias[expert]);
-      store(expert, static_cast<float>(all), pass != 0);
+      for (int i = 0; i < kLogitsWarps; ++i) parts[i] = partial[threadIdx.x][i];
+#pragma unroll
+      for (int step = 1; step < kLogitsWarps; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < kLogitsWarps; i += 2 * step) parts[i] += parts[i + step];
+      }
+      store(expert, static_cast<float>(r.router_bias ? parts[0] + router_bias : parts[0]), pass != 0);
     }
     __syncthreads();
   }

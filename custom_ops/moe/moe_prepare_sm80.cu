@@ -1,5 +1,5 @@
 // Before a few tokens' products: router logits, and the tokens as right operands with the sums that integer weights
-// need. A block takes four experts, or one token.
+// need. A block takes four experts, or part of a token.
 #include "moe_decode_parts.cuh"
 #include "moe_logits_few.cuh"
 #include "moe_select.cuh"
@@ -9,11 +9,11 @@ namespace {
 
 constexpr int kThreads = kLogitsThreads, kWarps = kThreads / 32;
 
-// A token for floating-point weights.
+// Part `part` of `parts` of a token for floating-point weights.
 template <typename T>
-__device__ __forceinline__ void arrange(const Operand& to, const T* x, int hidden, int token) {
+__device__ __forceinline__ void arrange(const Operand& to, const T* x, int hidden, int token, int part, int parts) {
 #pragma unroll 1
-  for (int chunk = threadIdx.x; chunk < to.cols / 8; chunk += kThreads) {
+  for (int chunk = part * kThreads + static_cast<int>(threadIdx.x); chunk < to.cols / 8; chunk += parts * kThreads) {
     __align__(16) T values[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -25,12 +25,13 @@ __device__ __forceinline__ void arrange(const Operand& to, const T* x, int hidde
   }
 }
 
-// A token for integer weights: a warp takes 128 columns, a lane columns 16 s + 2 t + {0, 8, 1, 9} of them.
+// The same for integer weights: a warp takes 128 columns, a lane columns 16 s + 2 t + {0, 8, 1, 9} of them.
 template <typename T>
-__device__ __forceinline__ void arrange_digits(const Operand& to, const T* x, int hidden, int token) {
+__device__ __forceinline__ void arrange_digits(const Operand& to, const T* x, int hidden, int token, int part,
+                                               int parts) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = to.cols / 128, step = lane / 4, t = lane % 4;
 #pragma unroll 1
-  for (int block = warp; block < blocks; block += kWarps) {
+  for (int block = part * kWarps + warp; block < blocks; block += parts * kWarps) {
     float values[4];
     uint32_t most = 0;
 #pragma unroll
@@ -55,11 +56,11 @@ __device__ __forceinline__ void arrange_digits(const Operand& to, const T* x, in
   }
 }
 template <typename T>
-__device__ __forceinline__ void arrange_any(const Operand& to, const T* x, int hidden, int token) {
+__device__ __forceinline__ void arrange_any(const Operand& to, const T* x, int hidden, int token, int part, int parts) {
   if (to.digits()) {
-    arrange_digits(to, x, hidden, token);
+    arrange_digits(to, x, hidden, token, part, parts);
   } else {
-    arrange(to, x, hidden, token);
+    arrange(to, x, hidden, token, part, parts);
   }
 }
 
@@ -86,10 +87,14 @@ __device__ __forceinline__ int scored_place(const DecodeArgs& a, int expert) {
 }
 
 template <typename T, typename W, int kTokens>
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ DecodeArgs a, int expert_blocks) {
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const __grid_constant__ DecodeArgs a, int expert_blocks, int parts) {
   const RouterArgs& r = a.router;
   const int expert = blockIdx.x * kLogitsExperts;
   const bool scored = a.each || a.together;
+  if ((a.tuning.prefetch & 8) && blockIdx.x == 0 && kTokens == 1)
+    to_l2(r.x, int64_t(r.hidden) * sizeof(T), threadIdx.x, kThreads);
+  if (a.tuning.prefetch & 4) release_next();
   if (static_cast<int>(blockIdx.x) < expert_blocks) {
     auto store = [&](int token, int e, float logit, bool write) {
       if (scored) {
@@ -113,18 +118,22 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   } else {
     wait_previous();
     release_next();
-    const int token = blockIdx.x - expert_blocks;
-    if (token == 0 && threadIdx.x == 0) *a.routed = 0;  // the second product waits for it
+    const int token = (blockIdx.x - expert_blocks) / parts, part = (blockIdx.x - expert_blocks) % parts;
+    if (token == 0 && part == 0) {  // the second product waits for them
+      if (threadIdx.x == 0) *a.routed = 0;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < a.flag_count; i += kThreads) a.flags[i] = 0;
+    }
     const T* x = static_cast<const T*>(r.x) + int64_t(token) * r.hidden;
     if (scored && !r.weight) {
 #pragma unroll 1
-      for (int e = threadIdx.x; e < r.experts; e += kThreads) {
+      for (int e = part * kThreads + static_cast<int>(threadIdx.x); e < r.experts; e += parts * kThreads) {
         store_scored(r, a.scored + token * (2 * kScored), scored_place(a, e), e, logit_of(r, token, e));
       }
     }
-    arrange_any(a.x, x, r.hidden, token);
-    if (a.shared_x.data) arrange_any(a.shared_x, x, r.hidden, token);
-    if (a.shared_gate) make_gate(a, x, token);
+    arrange_any(a.x, x, r.hidden, token, part, parts);
+    if (a.shared_x.data) arrange_any(a.shared_x, x, r.hidden, token, part, parts);
+    if (a.shared_gate && part == 0) make_gate(a, x, token);
   }
 }
 
@@ -132,11 +141,11 @@ template <typename T, typename W>
 cudaError_t prepare(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const int expert_blocks = a.router.weight ? (a.router.experts + kLogitsExperts - 1) / kLogitsExperts : 0;
   const bool dependent = device.capability >= 90 && a.tuning.dependent;
-  const int tokens = a.router.tokens;
+  const int tokens = a.router.tokens, parts = (a.x.cols / 128 + kWarps - 1) / kWarps;
   return launch_kernel(tokens == 1   ? prepare_kernel<T, W, 1>
                        : tokens <= 4 ? prepare_kernel<T, W, 4>
                                      : prepare_kernel<T, W, 8>,
-                       expert_blocks + a.router.tokens, kThreads, 0, dependent, stream, a, expert_blocks);
+                       expert_blocks + tokens * parts, kThreads, 0, dependent, stream, a, expert_blocks, parts);
 }
 
 }  // namespace
