@@ -5,7 +5,7 @@
 namespace deltafuse::moe {
 
 cudaError_t launch_second_bf16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream) {
-  return SecondShared::one(args) ? launch_second_type<__nv_bfloat16, true>(args, device, stream)
+  return SecondShared::one(args) ? launch_second_type<__nv_bfloat16>(args, device, stream)
                                  : launch_many_type<__nv_bfloat16>(args, device, stream);
 }
 

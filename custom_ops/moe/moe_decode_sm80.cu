@@ -4,6 +4,7 @@
 #include "moe_decode_first.cuh"
 #include "moe_decode_many.cuh"
 #include "moe_decode_second.cuh"
+#include "moe_logits_few.cuh"
 
 namespace deltafuse::moe {
 
@@ -18,8 +19,11 @@ int scored_each(const RouterArgs& r) {
   return !r.softmax && r.experts <= kScored && simple ? each : 0;
 }
 
-bool scored_together(const DecodeArgs& a) {
-  return scored_each(a.router) && chooses_by_parts(a.router) && a.tuning.first_threads >= 32 * kParts;
+bool keys_polled(const DecodeArgs& a) {
+  const RouterArgs& r = a.router;
+  const bool at_once = r.weight_type == DType::kFloat32 ? one_at_once<float>(r) : one_at_once<uint16_t>(r);
+  return scored_each(r) && r.weight && at_once && chooses_by_parts(r) && !r.masked_weights &&
+         FirstShared::operand_here(a) && a.tuning.first_threads > ExpertParts(r).count * 32;
 }
 
 size_t decode_shared_bytes(const DecodeArgs& a) {

@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   extern __shared__ __align__(16) float shared[];
   __shared__ SoftmaxStats stats[kWarps];
   __shared__ Candidate candidates[kWarps][kCandidates];
-  __shared__ PartsChoice choice;
+  __shared__ BlockChoice choice;
+  __shared__ int chosen[kMaxTopK];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = p.blocks;
   const int each = floats_each(a);
   int* counts = reinterpret_cast<int*>(shared + kWarps * each);
@@ -84,8 +85,9 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int first = static_cast<int>(int64_t(a.tokens) * block / blocks);
   const int end = static_cast<int>(int64_t(a.tokens) * (block + 1) / blocks);
   // A warp takes a token; a lone token's scores are made by all, and where it is the only one the choice.
-  const bool alone = end - first == 1, by_parts = a.tokens == 1 && chooses_by_parts(a);
-  const Parts8 parts(a);
+  const bool alone = end - first == 1;
+  bool by_parts = chooses_by_parts(a);
+  const ExpertParts parts(a);
   if (alone) {
     auto logit = [&](int, int expert) { return logit_of(a, first, expert); };
     if (a.softmax && warp == 0) softmax_stats(a.experts, [&](int expert) { return logit(0, expert); }, &stats[0]);
@@ -94,12 +96,16 @@ __global__ void __launch_bounds__(kWarps * 32)
     __syncthreads();
   }
   if (by_parts) {
+    const float* choices = shared + a.experts;
+    uint32_t keys[kPartEach];
     if (warp < parts.count) {
-      const float* choices = shared + a.experts;
-      uint32_t keys[kPartEach];
       part_keys(a, parts, warp, [&](int e) { return order_of(choices[choice_at(a, e)]); }, keys);
-      sort_part(a, parts, warp, keys, choice);
+      find_best(a, parts, warp, keys, choice);
     }
+    __syncthreads();
+    if (warp < parts.count) find_candidates(a, parts, warp, keys, choice);
+    __syncthreads();
+    by_parts = rank_parts(a, choice, warp, kWarps, [&](int j, int expert) { chosen[j] = expert; });
     __syncthreads();
   }
 #pragma unroll 1
@@ -117,8 +123,8 @@ __global__ void __launch_bounds__(kWarps * 32)
     }
     int id;
     float weight;
-    if (by_parts && merge_parts(a, parts, choice)) {
-      id = lane < a.top_k ? choice.ids[lane] : 0;
+    if (by_parts) {
+      id = lane < a.top_k ? chosen[lane] : 0;
       weight = weights_of(a, lane < a.top_k ? scores[id] : 0.0f);
     } else {
       select(a, scores, choices, choices + a.experts, candidates[warp], &id, &weight);
