@@ -150,8 +150,11 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
       const int thread = static_cast<int>(threadIdx.x) - parts.count * 32,
                 threads = static_cast<int>(blockDim.x) - parts.count * 32;
       float* scales = reinterpret_cast<float*>(operand_here + a.x.cols * 2);
-      arrange_any(Arranged(operand_here, scales, a.x.sums ? scales + a.x.cols / 128 : nullptr), a.x,
-                  static_cast<const T*>(r.x), r.hidden, thread, threads);
+      const Arranged to(operand_here, scales, a.x.sums ? scales + a.x.cols / 128 : nullptr);
+#pragma unroll 1
+      for (int block = thread / 32; block < a.x.cols / 128; block += threads / 32) {
+        arrange(to, a.x, static_cast<const T*>(r.x), r.hidden, block);
+      }
       prefetch(thread, threads);
     }
     x_rows = operand_here, operand.scales = reinterpret_cast<float*>(operand_here + a.x.cols * 2);

@@ -121,7 +121,7 @@ __device__ __forceinline__ void make_logits(const RouterArgs& r, int first_exper
         store(token, expert, static_cast<float>(all));
       }
     }
-    __syncthreads();
+    if (base + kTokens < r.tokens) __syncthreads();  // else the other warps go on
   }
 }
 
@@ -206,95 +206,9 @@ __device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_e
       }
       store(expert, static_cast<float>(r.router_bias ? parts[0] + router_bias : parts[0]), pass != 0);
     }
-    __syncthreads();
+    if (pass == 0) __syncthreads();
   }
 }
-// Logits of eight experts, of eight tokens at a time: the float64 tensor cores, 16 columns after another of each warp.
-// Rows are whole pieces of four columns. Weights are here before wait(), as far as there is room.
-constexpr int kMmaThreads = 512, kMmaWarps = kMmaThreads / 32, kMmaExperts = 8, kMmaTokens = 8;
-
-template <typename W>
-__host__ __device__ __forceinline__ bool suits_mma(const RouterArgs& r) {
-  return r.tokens > 1 && r.hidden % 4 == 0;
-}
-__device__ __forceinline__ void mma_double(double (&d)[2], double a, double b) {
-  asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};\n"
-               : "+d"(d[0]), "+d"(d[1])
-               : "d"(a), "d"(b));
-}
-// store(token, expert, logit).
-template <typename T, typename W, typename Wait, typename Store>
-__device__ __forceinline__ void make_logits_mma(const RouterArgs& r, int first_expert, Wait wait, Store store) {
-  constexpr int kAhead = 10;  // chunks of 16 columns
-  __shared__ double partial[kMmaWarps][kMmaExperts * kMmaTokens];
-  struct alignas(4 * sizeof(W)) Weights {
-    W v[4];
-  };
-  struct alignas(4 * sizeof(T)) Columns {
-    T v[4];
-  };
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const W* row = static_cast<const W*>(r.weight) + int64_t(min(first_expert + g, r.experts - 1)) * r.hidden;
-  auto column = [&](int i) { return (warp + i * kMmaWarps) * 16 + t * 4; };
-  double w[kAhead][4];
-  auto load = [&](int first) {
-    Weights raw[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int col = column(first + i);
-      raw[i] = col < r.hidden ? *reinterpret_cast<const Weights*>(row + col) : Weights{};
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) w[i][j] = static_cast<double>(to_float(raw[i].v[j]));
-    }
-  };
-  load(0);
-  wait();
-#pragma unroll 1
-  for (int base = 0; base < r.tokens; base += kMmaTokens) {
-    const T* x = static_cast<const T*>(r.x) + int64_t(min(base + g, r.tokens - 1)) * r.hidden;
-    double sum[4][2] = {};
-#pragma unroll 1
-    for (int first = 0; column(first) - t * 4 < r.hidden; first += kAhead) {
-      Columns c[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int col = column(first + i);
-        c[i] = col < r.hidden ? *reinterpret_cast<const Columns*>(x + col) : Columns{};
-      }
-      if (first > 0 || (base > 0 && column(kAhead) - t * 4 < r.hidden)) load(first);
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) mma_double(sum[j], w[i][j], static_cast<double>(to_float(c[i].v[j])));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {  // expert g, tokens 2 t and 2 t + 1
-      partial[warp][g * kMmaTokens + 2 * t + i] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
-    }
-    __syncthreads();
-    if (threadIdx.x < kMmaExperts * kMmaTokens) {
-      const int expert = first_expert + threadIdx.x / kMmaTokens, token = base + threadIdx.x % kMmaTokens;
-      if (expert < r.experts && token < r.tokens) {
-        double parts[kMmaWarps];
-#pragma unroll
-        for (int i = 0; i < kMmaWarps; ++i) parts[i] = partial[i][threadIdx.x];
-#pragma unroll
-        for (int step = 1; step < kMmaWarps; step *= 2) {
-#pragma unroll
-          for (int i = 0; i < kMmaWarps; i += 2 * step) parts[i] += parts[i + step];
-        }
-        if (r.router_bias) parts[0] += static_cast<double>(r.router_bias[expert]);
-        store(token, expert, static_cast<float>(parts[0]));
-      }
-    }
-    __syncthreads();
-  }
-}
-
 template <typename W>
 __host__ __device__ __forceinline__ bool one_at_once(const RouterArgs& r) {
   constexpr int kWide = 16 / sizeof(W), kAhead = sizeof(W) == 4 ? 3 : 2;
