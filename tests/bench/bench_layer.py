@@ -4,11 +4,12 @@
     python tests/bench/bench_layer.py --device cpu --layers kda_512 --steps
     python tests/bench/bench_layer.py --device cuda --layers mla_step,moe_64,moe_1
 
-The layers are those of tests/data/*.skel.onnx.xz (Ling-3.0-flash: hidden 2560, 32 heads of 128, float16, frozen at 512
-and 2048 tokens) with random weights: kda_512, kda_2048, mla_2048, and mla_step, one token a sequence over a cache of
-latents (BINDINGS). "fused, stock" is the fused model without the plugin: ORT inlines the function body. ``--steps``
-adds one-token steps of a small hybrid model, unfused and fused. Times are medians of whole runs, with inputs and outputs bound on the device where there is one. GPU memory is the device's free
-memory before the session and after its runs: weights, activations, arenas and libraries' workspaces.
+The layers are those of tests/data/*.skel.onnx.xz (Ling-3.0-flash: hidden 2560, 32 heads of 128, float16, frozen at
+512 and 2048 tokens) with random weights: kda_512, kda_2048, mla_2048, and mla_step, one token a sequence over a cache
+of latents (BINDINGS). "fused, stock" is the fused model without the plugin: ORT inlines the function body.
+``--steps`` adds one-token steps of a small hybrid model, unfused and fused. Times are medians of whole runs, with
+inputs and outputs bound on the device where there is one. GPU memory is the device's free memory before the session
+and after its runs: weights, activations, arenas and libraries' workspaces.
 """
 
 from __future__ import annotations
