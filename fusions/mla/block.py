@@ -12,7 +12,7 @@ from ...custom_ops.common.refusal import Refusal
 from ..graph import GraphView, attribute_string, is_op, rank_of, static_dims
 from .caches import Cache, read_cache
 from .core import Core
-from .flow import Flow, channels_of
+from .flow import Flow, channels_of, row_width
 from .linear import Lin, of_dim
 from .masks import Places
 from .parts import End, Latent, einsum_labels, ends_of, is_quantized
@@ -139,9 +139,11 @@ def _queries_at(core: Core, heads: int) -> int:
 
 
 def channels_of_factor(flow: Flow, root: ir.Value) -> int | None:
-    """The last dim of a factor where it is multiplied."""
+    """The last dim of a factor where it is multiplied; complex numbers have theirs in front of an axis of size one."""
     node = flow.factors[root]
     dims = [d[-1] for v in node.inputs if v is not None and (d := static_dims(v))]
+    if len(dims) > 1 and set(dims) == {1}:
+        return row_width(root)
     own = channels_of(root)
     if own == 1 or (dims and min((d for d in dims if d is not None), default=0) == 1):
         return 1

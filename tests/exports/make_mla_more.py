@@ -91,6 +91,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "tril": dict(style="tril"),
     "tril_noopt": dict(style="tril", optimize=False),
     "legacy_tril": dict(style="tril", legacy=True),
+    "rows": dict(style="rows", opset=21),
+    "rows_noopt": dict(style="rows", optimize=False),
     "inverse_op23": dict(style="inverse", opset=23),
     "scatter": dict(style="scatter"),
     "legacy_copy": dict(style="copy", legacy=True),

@@ -26,6 +26,7 @@ class OtherMla(torch.nn.Module):
     - "one": weights absorbed, latent and rotary key in one cache, which is keys and values of one shared head.
     - "two": a product for each of the two parts of the scores, filled where a triangle does not reach.
     - "tril": the causal mask and the rotation cut from tables, by every tensor for itself; ``masked_fill``.
+    - "rows": rows of one table of cosines and sines, shaped by every tensor for itself.
     - "inverse": cosines computed from positions, halves doubled, as transformers does.
     - "scatter": `scatter` into caches of one size, one token; "copy": `index_copy` of some tokens from a place on.
     """
@@ -45,6 +46,7 @@ class OtherMla(torch.nn.Module):
         both = torch.cat([angles, angles], -1)
         self.register_buffer("cos_table", both.cos(), persistent=False)
         self.register_buffer("sin_table", both.sin(), persistent=False)
+        self.register_buffer("cis", torch.stack([angles.cos(), angles.sin()], -1), persistent=False)
         self.register_buffer("seen", torch.ones(PLACES, PLACES, dtype=torch.int64).tril()[None, None], persistent=False)
 
     def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -72,6 +74,13 @@ class OtherMla(torch.nn.Module):
     def halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2  # sliced as transformers does, which torch.onnx knows from opset 23 on
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def row(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, heads, channels]; the axis of a pair stays one of size one."""
+        rows = self.cis[places].view(1, x.shape[1], 1, ROPE // 2, 2)
+        pairs = x.reshape(*x.shape[:-1], ROPE // 2, 2)
+        (a, b), (c, s) = pairs.split(1, -1), rows.split(1, -1)
+        return torch.cat([a * c - b * s, a * s + b * c], -1).flatten(3)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         return self.halves(x, self.cos_table[: x.shape[2]], self.sin_table[: x.shape[2]])
@@ -146,6 +155,9 @@ class OtherMla(torch.nn.Module):
             both = torch.cat([angles, angles], -1)
             cos, sin = both.cos().unsqueeze(1), both.sin().unsqueeze(1)
             q_rope, k_rope = self.halves(q_rope, cos, sin), self.halves(k_rope, cos, sin)
+        elif self.style == "rows":
+            places = torch.arange(s)
+            q_rope, k_rope = (self.row(t.transpose(1, 2), places).transpose(1, 2) for t in (q_rope, k_rope))
         else:
             q_rope, k_rope = self.cut(q_rope), self.cut(k_rope)
         hidden = self.seen[:, :, :s, :s] == 0
