@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..graph import attribute_int, attribute_string
+from .dense_weights import read_column, read_dense
 from .linear import Linear, gathered_weights, read_linear
 from .mlp import Mlp, read_mlp
 from .reader import Reader
 from .router import Router
-from .weights import Weighting, is_ids, read_column, read_dense, read_weighting
+from .weights import Weighting, is_ids, read_weighting
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def read_routed(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     """The routed experts' weighted sum that a value is."""
     from .choices import read_added_rows, read_by_choice
     from .grouped import read_grouped
-    from .loops import read_loop, read_pair_loop
+    from .loops import read_loop
+    from .pair_loops import read_pair_loop
     from .zero import read_beside_tokens, read_gathered_or_token
 
     readings = (
@@ -138,6 +140,11 @@ def _or(down: Linear) -> Callable[[Reader, ir.Value | None], Linear | None]:
 def linears(mlp: Mlp) -> list[Linear]:
     """The expert's projections."""
     return [mlp.down, mlp.gate.linear, *([] if mlp.up is None else [mlp.up.linear])]
+
+
+def single(mlp: Mlp) -> bool:
+    """Has the expert weights of its own, no stack of them?"""
+    return all(x.expert is None and x.ids is None for x in linears(mlp))
 
 
 def is_gathered(r: Reader, router: Router, mlp: Mlp) -> bool:
