@@ -15,6 +15,7 @@ from ...custom_ops.common.quantize_matrix import Quantized, Statistics, quantize
 from ...custom_ops.common.scheme import Scheme
 from ..graph import FLOAT_TYPES, attribute_int
 from ..result import QuantizedTensor
+from .experts import is_calibrated
 from .initializers import Names, add_initializer
 from .spec import QuantizeError
 
@@ -139,7 +140,7 @@ def _quantize(
             found = statistics.get(use.activation.name or "")
             if found is not None and len(found.mean_square) == rows.shape[1]:  # else of another model
                 seen = seen or found
-    if statistics and seen is None:
+    if statistics and seen is None and getattr(statistics, "algorithm", "") != "nearest":
         log(f"{weight.name}: the calibration has nothing of its product's input: rounded to nearest")
     value, after, made = _stored_value(model, weight, rows, scheme, tensor.dtype, seen, names)
     product = made.product_error / made.product_norm if made.product_norm > 0 else None
@@ -155,7 +156,7 @@ def _quantize(
         error=float(np.sqrt(made.error / made.norm)) if made.norm else 0.0,
         bytes_before=tensor.nbytes,
         bytes_after=after,
-        calibrated=seen is not None and scheme.kind not in ("float8", "bfloat16"),
+        calibrated=is_calibrated(scheme, seen),
         product_error=None if product is None else float(np.sqrt(max(0.0, product))),
     )
 
