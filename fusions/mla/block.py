@@ -66,6 +66,8 @@ def read_block(view: GraphView, symbolic: Symbolic, core: Core) -> Block | Refus
         return None
     if found is None or isinstance(found, Refusal):
         return None if found is None else replace(found, node=name)
+    if core.left is not None:
+        return replace(core.left, node=name)
     made = _block(view, symbolic, core, ends[0], found)
     return replace(made, node=name) if isinstance(made, Refusal) else made
 
