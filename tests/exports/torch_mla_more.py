@@ -22,7 +22,8 @@ class OtherMla(torch.nn.Module):
     """One layer; ``style`` says how it is written.
 
     - "deepseek": axes [batch, tokens, heads, channels] throughout, scores [batch, tokens, heads, keys], given mask
-      [tokens, keys]; "deepseek_absorbed": the same with absorbed weights, caches of latents and a mask of its own.
+      [tokens, keys]; "deepseek_cached": with caches of keys and values in these axes and a mask of its own;
+      "deepseek_absorbed": the same with absorbed weights, caches of latents and a mask of its own.
     - "one": weights absorbed, latent and rotary key in one cache, which is keys and values of one shared head.
     - "two": a product for each of the two parts of the scores, filled where a triangle does not reach.
     - "tril": the causal mask and the rotation cut from tables, by every tensor for itself; ``masked_fill``.
@@ -94,12 +95,19 @@ class OtherMla(torch.nn.Module):
         q_rope, k_rope = self.pairs(q_rope, cos, sin), self.pairs(k_rope.unsqueeze(2), cos, sin)
         latent = self.kv_norm(latent)
         scale = (NOPE + ROPE) ** -0.5
-        if self.style == "deepseek":
+        if self.style in ("deepseek", "deepseek_cached"):
             k_nope, v = self.kv_b(latent).view(b, s, HEADS, NOPE + VALUE).split([NOPE, VALUE], -1)
             k = torch.cat([k_nope, k_rope.expand(-1, -1, HEADS, -1)], -1)
+            presents: list[torch.Tensor] = []
+            if self.style == "deepseek_cached":
+                presents = [torch.cat([past, new], 1) for past, new in zip(rest[2:], (k, v), strict=True)]
+                k, v = presents
+                mask = torch.full((s, k.shape[1]), float("-inf")).triu(1 + k.shape[1] - s)
+            else:
+                mask = rest[2]
             scores = torch.einsum("bshd,bthd->bsht", torch.cat([q_nope, q_rope], -1), k) * scale
-            scores = (scores + rest[2].unsqueeze(1)).softmax(-1, dtype=torch.float32)
-            return (torch.einsum("bsht,bthd->bshd", scores, v),)
+            scores = (scores + mask.unsqueeze(1)).softmax(-1, dtype=torch.float32)
+            return (torch.einsum("bsht,bthd->bshd", scores, v), *presents)
         weight = self.kv_b.weight.view(HEADS, NOPE + VALUE, RANK)
         latents = torch.cat([rest[2], latent], 1)
         keys = torch.cat([rest[3], k_rope.squeeze(2)], 1)

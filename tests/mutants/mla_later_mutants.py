@@ -20,9 +20,16 @@ CONTRIB = "contrib"  # com.microsoft RotaryEmbedding, tables of 64 places
 THREE = "three"  # causal, [1, tokens, keys] added to scores of four axes
 BRANCH = "branch"  # the minus of the keys' rotation, and the mask, each in an If whose condition is a constant
 PAIRS = "pairs"  # deepseek_v2: rotations by products of complex numbers, [.., pairs, 2]
+CACHED = "cached"  # caches of keys and values [batch, tokens, heads, channels]
 
 #: The exports that they are made of.
-EXPORTS = {CONTRIB: "mla_inverse_op23", THREE: "mla_half", BRANCH: "mla_half", PAIRS: "mla_deepseek_v2_hf"}
+EXPORTS = {
+    CACHED: "mla_deepseek_cached",
+    CONTRIB: "mla_inverse_op23",
+    THREE: "mla_half",
+    BRANCH: "mla_half",
+    PAIRS: "mla_deepseek_v2_hf",
+}
 #: (base, edit) by name.
 MUTANTS: dict[str, tuple[str, Edit]] = {}
 
@@ -269,3 +276,36 @@ def both_parts_cut_from_the_first(e: Editor) -> None:
 @mutant(PAIRS)
 def parts_joined_the_other_way_round(e: Editor) -> None:
     e.node("node_mul_225").input[:] = ["val_142", "val_141"]
+
+
+# ---- caches with tokens before heads
+
+
+def _joined(e: Editor, past: str) -> onnx.NodeProto:
+    return next(n for n in e.graph.node if n.op_type == "Concat" and past in n.input)
+
+
+@mutant(CACHED)
+def turned_cache_new_tokens_first(e: Editor) -> None:
+    for past in ("rest_2", "rest_3"):
+        inputs = _joined(e, past).input
+        inputs[:] = list(inputs)[::-1]
+
+
+@mutant(CACHED)
+def turned_cache_of_other_heads(e: Editor) -> None:
+    node = _joined(e, "rest_3")
+    e.read(node.name, 1, e.make("Gather", node.input[1], e.const([1, 2, 0], np.int64), axis=2))
+
+
+@mutant(CACHED)
+def turned_cache_read_in_other_heads(e: Editor) -> None:
+    e.read(_joined(e, "rest_2").name, 0, e.make("Gather", "rest_2", e.const([1, 2, 0], np.int64), axis=2))
+
+
+@mutant(CACHED)
+def turned_cache_of_keys_before_rotation(e: Editor) -> None:
+    node = _joined(e, "rest_2")
+    bounds = [[e.const([n], np.int64) for n in pair] for pair in ((0, 8, 3), (8, 12, 3))]
+    plain, turned = (e.make("Slice", node.input[1], *b) for b in bounds)
+    e.read(node.name, 1, e.make("Concat", plain, e.make("Neg", turned), axis=3))

@@ -1,5 +1,5 @@
-"""Wrong latent attention in ONNX Runtime's rotations, masks of three axes, branches and complex numbers: left as it is,
-or fused into exactly that wrong."""
+"""Wrong latent attention in ONNX Runtime's rotations, masks of three axes, branches, complex numbers and turned caches:
+left as it is, or fused into exactly that wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def source(base: str) -> onnx.ModelProto:
 @cache
 def inputs(base: str, scale: float) -> library.Arrays:
     export = library.export(EXPORTS[base])
-    feeds = export.feeds({**export.bindings[0], "S": 57}, seed=5)
+    feeds = export.feeds({**export.bindings[0], "S": 57, "past": 23}, seed=5)
     return {n: a * np.float32(scale) if n == "x" else a for n, a in feeds.items()}
 
 
