@@ -184,10 +184,18 @@ def _sizes(core: Core, ways: Ways, end: End) -> tuple[int, int, int, int] | Refu
 
 
 def _q_channels(q: ir.Value) -> int | None:
-    """Channels of queries that come in four axes."""
-    dims = static_dims(q)
+    """Channels of all heads, of queries that come in four axes: a share of the layer's, where they are cut of one."""
+    dims, node = static_dims(q), q.producer()
     if dims is None or dims[-1] is None:
         return None
+    value = node.inputs[0] if is_op(node, "Slice", "Split") and node is not None else None
+    whole = None if value is None else channels_of(value)
+    while value is not None and whole:
+        if (rank_of(value) or 4) <= 3:
+            layer = channels_of(value)
+            return None if layer is None else layer // whole * dims[-1]
+        node = value.producer()
+        value = node.inputs[0] if is_op(node, "Cast", "Reshape", "Transpose") and node is not None else None
     heads = [d for d in dims[1:3] if d is not None]
     return heads[-1] * dims[-1] if len(heads) >= 1 else None
 
