@@ -176,7 +176,15 @@ def compare(
         done.cases.append(_case(plan, one, two, signature, own_states[0], limits))
     if cache_allowance(signature, other) and (signature.chooses or other.chooses):
         done.notes += _other_choices(done)
+    if tolerance is None and not done.same and other.quantized and not signature.quantized:
+        done.notes.append(_ROUNDED)
     return done
+
+
+_ROUNDED = (
+    "weights of the second model are quantized, those of the first are not: limits are those of unquantized ones. "
+    "--tolerance says how much rounding may change; the report of `fuse` has the error of each weight"
+)
 
 
 def _other_choices(done: Comparison) -> list[str]:

@@ -61,6 +61,7 @@ class Signature:
         vocabulary: how many values the tokens of an input may have, where the model tells.
         half: the type of most of its large weights, where that is float16 or bfloat16, else "".
         chooses: does it choose by computed scores, as routers of experts do?
+        quantized: does it hold weights of 8 bits or less?
     """
 
     inputs: dict[str, Port]
@@ -69,6 +70,7 @@ class Signature:
     vocabulary: dict[str, int] = field(default_factory=dict)
     half: str = ""
     chooses: bool = False
+    quantized: bool = False
     source: str = "the model"
 
     def of(self, role: str) -> list[Port]:
@@ -120,6 +122,7 @@ def read_signature(model: str | os.PathLike[str] | onnx.ModelProto) -> Signature
         {name: size for name, size in vocabulary.items() if name in tokens},
         _half(graph),
         any(node.op_type in _CHOOSE for node in (*graph.node, *(n for f in model.functions for n in f.node))),
+        any(t.data_type in _NARROW and int(np.prod(t.dims)) >= _A_WEIGHT for t in graph.initializer),
         source,
     )
 
@@ -192,6 +195,14 @@ def _vocabulary(graph: onnx.GraphProto) -> dict[str, int]:
             if name is not None and axis == 0:
                 found[name] = min(found.get(name, tables[first][0]), tables[first][0])
     return found
+
+
+#: Types of quantized weights, and how many numbers are no scales, masks or shapes.
+_NARROW = {
+    *(TensorProto.INT4, TensorProto.UINT4, TensorProto.INT8, TensorProto.UINT8),
+    *(TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2),
+}
+_A_WEIGHT = 1024
 
 
 def _half(graph: onnx.GraphProto) -> str:
