@@ -99,7 +99,7 @@ def read_cache(
             return Refusal("cache", "keys and values are not joined to one cache each")
         return _expanded(symbolic, others[0], v_flow.joins[0])
     if others:
-        return Refusal("cache", "rotary keys have a cache, latents have none")
+        return Refusal("cache", "rotary keys have a cache, latents have none, or one in another layout")
     return None
 
 

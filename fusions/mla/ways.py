@@ -14,7 +14,7 @@ from .core import Core, scaled
 from .flow import Flow, channels_cut, channels_of, joined, unmoved, walk
 from .joins import Join, join_of
 from .parts import End, Latent, base_of, latent_of, linear_weight, written
-from .reasons import normed_heads, other_layer, query_refusal
+from .reasons import normed_heads, other_layer, query_refusal, turned_cache
 
 
 @dataclass
@@ -70,7 +70,7 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
     plain = latent.epsilon is None and not latent.joins
     others = [leaf for leaf in k_flow.leaves if leaf not in own]
     if len(others) > 1:
-        return None if plain else Refusal("keys", f"keys are made of {len(others) + 1} parts")
+        return turned_cache(view, source) if plain else Refusal("keys", f"keys are made of {len(others) + 1} parts")
     if not others and plain:
         return None  # plain attention whose keys and values share a layer
     if len(core.products) > 1:

@@ -184,3 +184,52 @@ def test_new_tokens_of_the_first_sequence_only(how: str) -> None:
     report, after = kit.fuse(model)
     assert report.count("mla") == int(how == "right"), kit.why(report)
     kit.same(model, after, *(steps(STEP, model, n) for n in (0, 30)))
+
+
+def tokens_first(e: Editor) -> None:
+    """A cache of latents [tokens, batch, channels]."""
+    join = next(n for n in e.graph.node if n.op_type == "Concat" and "rest_0" in n.input)
+    parts = [e.make("Transpose", value, perm=[1, 0, 2]) if value != "rest_0" else value for value in join.input]
+    old = join.output[0]
+    join.output[0] = "edited_cache"
+    join.input[:] = parts
+    for attribute in join.attribute:
+        attribute.i = 0
+    turned = e.make("Transpose", "edited_cache", perm=[1, 0, 2])
+    for node in e.graph.node:
+        node.input[:] = [turned if name == old else name for name in node.input]
+    for value, name in ((e.graph.input, "rest_0"), (e.graph.output, old)):
+        port = next(v for v in value if v.name == name)
+        dims = port.type.tensor_type.shape.dim
+        sizes = [onnx.TensorShapeProto.Dimension.FromString(dims[i].SerializeToString()) for i in (1, 0, 2)]
+        del dims[:]
+        dims.extend(sizes)
+        if value is e.graph.output:
+            port.name = "edited_cache"
+
+
+def test_latents_with_tokens_first_are_said() -> None:
+    model = edited("mla_latent_piece", tokens_first)
+    report, after = kit.fuse(model)
+    reasons = [r.refusal.reason for r in report.regions if r.refusal is not None]
+    assert len(reasons) == 1 and reasons[0].endswith("in another layout"), kit.why(report)
+    kit.same(model, after, library.feeds_for(model, {"S": 4, "past": 3}))
+
+
+def test_parts_that_were_joined_before_are_said() -> None:
+    """Queries and keys are joined of two parts, and cut into two products."""
+
+    def edit(e: Editor) -> None:
+        scores = next(n for n in e.graph.node if n.output[0] == "matmul")
+        cuts = [[e.const([n], np.int64) for n in pair] for pair in ((0, 8), (8, 12))]
+        last, rows = e.const([3], np.int64), e.const([2], np.int64)
+        parts = [
+            e.make("MatMul", e.make("Slice", scores.input[0], *cut, last), e.make("Slice", scores.input[1], *cut, rows))
+            for cut in cuts
+        ]
+        scores.op_type, scores.input[:] = "Add", parts
+
+    model = edited("mla_half", edit)
+    report, after = kit.fuse(model)
+    assert report.count("mla") == 0 and "that were joined before" in kit.why(report)
+    kit.same(model, after, library.feeds_for(model, {"S": 9}))
