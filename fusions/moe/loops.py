@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from ..graph import attribute_int, attribute_string
 from .dense_weights import column_number, read_column, read_dense
-from .forms import Parts, Routed, single
+from .forms import Parts, Routed, inputs_of, single
 from .mlp import Mlp, read_mlp
 from .places import Places, cut_to_places, index_columns, mark_counts, row_index, taken_rows, token_axis
 from .reader import Reader
@@ -101,8 +101,12 @@ def _update(
     r: Reader, router: Router, value: ir.Value, places: Places
 ) -> tuple[Mlp | None, Weighting, list[ir.Value]] | None:
     node = r.node(r.moved(value), "Mul")
-    if node is None:
-        return None
+    if node is None:  # the weight is a factor before the down projection
+        mlp = r.attempt(read_mlp, value)
+        weighting = None
+        if mlp is not None and len(mlp.factors) == 1:
+            weighting = r.attempt(_taken_weights, router, mlp.factors[0], places)
+        return None if mlp is None or weighting is None else _with_rows(r, router, mlp, weighting, places)
     for output, weight in (node.inputs, node.inputs[::-1]):
         weighting = r.attempt(_taken_weights, router, weight, places)
         if weighting is None:
@@ -111,13 +115,18 @@ def _update(
         given = r.attempt(taken_rows, router, output, places) if mlp is None else None
         if given is not None:
             return None, weighting, [given]
-        if mlp is None or mlp.factors or not single(mlp):
-            return None
-        rows = [taken_rows(r, router, x, places) for x in {mlp.gate.linear.x, *([mlp.up.linear.x] if mlp.up else [])}]
-        if any(x is None for x in rows):
-            return None
-        return mlp, weighting, [x for x in rows if x is not None]
+        return None if mlp is None or mlp.factors else _with_rows(r, router, mlp, weighting, places)
     return None
+
+
+def _with_rows(
+    r: Reader, router: Router, mlp: Mlp, weighting: Weighting, places: Places
+) -> tuple[Mlp, Weighting, list[ir.Value]] | None:
+    """An expert, and what its rows are taken of."""
+    if not single(mlp):
+        return None
+    rows = [taken_rows(r, router, x, places) for x in dict.fromkeys(inputs_of(mlp))]
+    return None if any(x is None for x in rows) else (mlp, weighting, [x for x in rows if x is not None])
 
 
 def _taken_weights(r: Reader, router: Router, value: ir.Value | None, places: Places) -> Weighting | None:

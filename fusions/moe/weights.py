@@ -98,12 +98,14 @@ def read_weighting(r: Reader, router: Router, value: ir.Value | None) -> Weighti
         own = r.attempt(_own_weights, router, base)
         if own is not None:
             return own
-    node = r.node(base, "GatherElements", "Mul", "Div", *(("Softmax", "Sigmoid") if router.by_logits else ()))
+    node = r.node(
+        base, "GatherElements", "GatherND", "Mul", "Div", *(("Softmax", "Sigmoid") if router.by_logits else ())
+    )
     if node is None:
         return None
     if node.op_type in ("Softmax", "Sigmoid"):
         return _of_logits(r, router, node)
-    if node.op_type == "GatherElements":
+    if node.op_type in ("GatherElements", "GatherND"):
         return _chosen(r, router, node)
     first, second = node.inputs
     for inner, other in ((first, second), (second, first)):
@@ -190,7 +192,9 @@ def _of_logits(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
 
 def _chosen(r: Reader, router: Router, node: ir.Node) -> Weighting | None:
     rank = len(node.inputs[0].shape) if node.inputs[0] is not None and node.inputs[0].shape is not None else 2
-    if attribute_int(node, "axis", 0) % rank != rank - 1 or not is_ids(r, router, node.inputs[1]):
+    if node.op_type == "GatherElements" and attribute_int(node, "axis", 0) % rank != rank - 1:
+        return None
+    if not picks_choices(r, router, node) or (node.op_type == "GatherND" and rank != 2):
         return None
     source = r.moved(node.inputs[0])
     if router.by_logits:
@@ -294,3 +298,15 @@ def read_chosen(r: Reader, router: Router, value: ir.Value | None) -> int | None
         if array is not None and array.size == 1 and is_ids(r, router, ids):
             return int(np.asarray(array).reshape(-1)[0])
     return None
+
+
+def picks_choices(r: Reader, router: Router, node: ir.Node) -> bool:
+    """Does a node gather by the router's ids, or by a token's number and its ids: ``y[arange(N)[:, None], ids]``?"""
+    if node.op_type == "GatherElements":
+        return is_ids(r, router, node.inputs[1])
+    index = r.node(node.inputs[1], "Concat")
+    if index is None or len(index.inputs) != 2 or attribute_int(node, "batch_dims", 0):
+        return False
+    tokens = r.node(r.moved(index.inputs[0]), "Range")
+    counted = tokens is not None and r.scalar(tokens.inputs[0]) == 0 and r.scalar(tokens.inputs[2]) == 1
+    return counted and is_ids(r, router, index.inputs[1])

@@ -22,6 +22,17 @@ class DenseStyles(Styles):
             out = out + full[:, e].unsqueeze(-1) * self.experts[e](h)
         return out
 
+    def _dense_inside(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The weight before the down projection."""
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        return sum(self.experts[e](h, full[:, e : e + 1]) for e in range(E))  # type: ignore[return-value]
+
+    def _stacked_inside(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w)
+        gate, up = (torch.einsum("nd,eid->eni", h, self.stack(n)) for n in ("gate_proj", "up_proj"))
+        hidden = self.act(gate, up) * full.t().unsqueeze(-1)
+        return torch.bmm(hidden, self.stack("down_proj").transpose(1, 2)).sum(0)
+
     def _dense_addcmul(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         full, out = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter_(1, ids, w), torch.zeros_like(h)
         for e in range(E):

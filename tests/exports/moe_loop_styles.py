@@ -34,6 +34,14 @@ class LoopStyles(Styles):
             out.index_add_(0, token, self.experts[e](rows) * w[token, slot, None])
         return out
 
+    def _where_inside(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The weight before the down projection (DeepSeek-V4's inference)."""
+        out = torch.zeros_like(h)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            out[token] += self.experts[e](h[token], w[token, slot, None])
+        return out
+
     def _scatter_add(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """Each result added at its token's channels."""
         out = torch.zeros_like(h)

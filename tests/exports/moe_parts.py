@@ -70,6 +70,8 @@ class Router(nn.Module):
                 choice = choice.masked_fill(~wide.bool(), self.fill)
         values, ids = torch.topk(choice, k=K, dim=-1, sorted=False)
         weights = values if self.picked == "values" else scores.gather(1, ids)
+        if self.picked == "indexed":
+            weights = scores[torch.arange(count)[:, None], ids]
         if self.norm == "l1":
             weights = F.normalize(weights, p=1, dim=-1)
         elif self.norm == "scaled":  # the factor first
@@ -119,7 +121,7 @@ class Mlp(nn.Module):
             self.gate_up = nn.Linear(D, inter if form == "plain" else 2 * inter, bias=False)
         self.down_proj = nn.Linear(inter, D, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         if self.form == "apart":
             gate, up = self.gate_proj(x), self.up_proj(x)
         elif self.form == "plain":
@@ -129,7 +131,8 @@ class Mlp(nn.Module):
             gate, up = both[..., ::2], both[..., 1::2]
         else:
             gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down_proj(activated(gate, up, self.act, self.clamp))
+        made = activated(gate, up, self.act, self.clamp)
+        return self.down_proj(made if weight is None else weight * made)
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor, act: Callable[..., Any], clamp: Any) -> torch.Tensor:

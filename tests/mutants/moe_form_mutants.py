@@ -54,3 +54,32 @@ def _(e: Editor) -> None:
     """The number of tokens among the numbers, not among the sizes."""
     size = e.make("Div", e.make("Cast", "val_0", to=1), e.const(64.0))
     e.read("node_mul_72", 1, size)
+
+
+# --- the weight before the down projection; scores by numbers of tokens and ids --------------------------------------
+
+INSIDE, STACKED, INDEXED = "moe_where_inside", "moe_stacked_inside", "moe_indexed_scores"
+skips("one expert without its weights", "node_mul_91", 1, base=INSIDE)
+mutant("a mean over the experts", STACKED)(lambda e: e.op("node_sum_3", "ReduceMean"))
+reads("masked choices at the ids", "node_GatherND_43", 0, "masked_fill", base=INDEXED)
+
+
+@mutant("weights twice", INSIDE)
+def _(e: Editor) -> None:
+    e.read("node_linear_3", 0, e.make("Mul", "mul_91", "val_70"))
+
+
+@mutant("weights in front of the gate", INSIDE)
+def _(e: Editor) -> None:
+    e.read("node_linear_1", 0, e.make("Mul", "val_61", "val_70"))
+    e.skip("node_mul_91", 1)
+
+
+@mutant("weights of those that were not chosen", STACKED)
+def _(e: Editor) -> None:
+    e.read("node_t_2", 0, e.make("Sub", e.const(1.0), "scatter_1"))
+
+
+@mutant("scores of the first token", INDEXED)
+def _(e: Editor) -> None:
+    e.read("node_Concat_42", 0, e.make("Mul", "val_39", e.const(0, np.int64)))
