@@ -195,6 +195,10 @@ def tokens_first(e: Editor) -> None:
     join.input[:] = parts
     for attribute in join.attribute:
         attribute.i = 0
+    sized = e.make("Transpose", "rest_0", perm=[1, 0, 2])
+    for node in e.graph.node:
+        if node.op_type == "Shape" and node.input[0] == "rest_0":
+            node.input[0] = sized
     turned = e.make("Transpose", "edited_cache", perm=[1, 0, 2])
     for node in e.graph.node:
         node.input[:] = [turned if name == old else name for name in node.input]
