@@ -167,7 +167,8 @@ def test_numbers_that_are_none_do_not_break_it(tmp_path: Path) -> None:
     # of products only what a calibration has measured
     assert "error of products" not in text
     tensors[0].product_error = 0.0321
-    assert "error of products" in (text := report_html.page(report, shown)) and "3.2e-02" in text
+    text = report_html.page(report, shown)
+    assert "error of products" in text and "3.2e-02" in text
 
 
 def test_the_name_decides_the_kind(tmp_path: Path) -> None:
