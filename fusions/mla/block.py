@@ -144,12 +144,11 @@ def channels_of_factor(flow: Flow, root: ir.Value) -> int | None:
     """The last dim of a factor where it is multiplied; complex numbers have theirs in front of an axis of size one."""
     node = flow.factors[root]
     dims = [d[-1] for v in node.inputs if v is not None and (d := static_dims(v))]
-    if len(dims) > 1 and set(dims) == {1}:
-        return row_width(root)
     own = channels_of(root)
-    if own == 1 or (dims and min((d for d in dims if d is not None), default=0) == 1):
-        return 1
-    return own
+    least = min((d for d in dims if d is not None), default=0)
+    if len(dims) > 1 and (set(dims) == {1} or (own == 1 and least > 1)):
+        return row_width(root)
+    return 1 if own == 1 or least == 1 else own
 
 
 def _sizes(core: Core, ways: Ways, end: End) -> tuple[int, int, int, int] | Refusal:

@@ -1,4 +1,4 @@
-"""Queries whose rotary part is the first of each head's channels."""
+"""Queries whose rotary part is the first of each head's channels; cosines and sines of one table."""
 
 from __future__ import annotations
 
@@ -68,3 +68,19 @@ def test_other_orders_are_right_or_left(edit: object) -> None:
     onnx.checker.check_model(after)
     kit.same(before, after, *map(library.export("mla_half").feeds, library.export("mla_half").bindings))
     assert report.regions
+
+
+def test_cosines_and_sines_split_off_one_table() -> None:
+    """ONNX Runtime's optimiser makes `table[..., 0]` and `table[..., 1]` a `Split` with a `Squeeze` behind it."""
+    e = Editor(library.export("mla_half").proto())
+    both = np.stack([e.array(e.node(f"node_GatherND_{n}").input[0]) for n in (33, 41)], axis=-1)
+    rows = e.make("GatherND", e.const(both), "val_31")
+    e.made += 2
+    parts = [f"edited_{e.made - 1}", f"edited_{e.made}"]
+    e.graph.node.append(onnx.helper.make_node("Split", [rows, e.const([1, 1], np.int64)], parts, axis=3))
+    for part, node in zip(parts, ("node_unsqueeze", "node_unsqueeze_1"), strict=True):
+        e.read(node, 0, e.make("Squeeze", part, e.const([3], np.int64)))
+    before = e.done()
+    report, after = kit.fuse(before)
+    assert report.count("mla") == 1, kit.why(report)
+    kit.same(before, after, *map(library.export("mla_half").feeds, library.export("mla_half").bindings))
