@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ..graph import attribute_int, is_op, static_dims
+from .dense_weights import read_column
 from .reader import Reader, last_dim
 from .router import Router
 from .weights import read_chosen
@@ -64,6 +65,10 @@ def _chosen_at_all(r: Reader, router: Router, value: ir.Value | None) -> int | N
         if r.scalar(greater.inputs[1]) != 0.0:
             return None
         base = uncast(greater.inputs[0])
+    column = r.attempt(read_column, router, base)
+    if column is not None:
+        # its weights are more than 0 where it was chosen; where one is as small as 0, nothing is added
+        return column[0] if column[1].scale > 0.0 and column[1].eps >= 0.0 else None
     node = r.node(base, "ReduceMax", "ReduceSum")
     if node is None:
         return None

@@ -79,6 +79,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_mask_pairs": ("mask_pairs", {}),
     "moe_scaled_norm": ("gather", {"router": {"norm": "scaled"}}),
     "moe_shared_norm": ("stacked", {"router": {"norm": "share"}}),
+    "moe_where_column": ("where_column", {}),
     "moe_where_inside": ("where_inside", {}),
     "moe_dense_inside": ("dense_inside", {}),
     "moe_stacked_inside": ("stacked_inside", {}),

@@ -59,6 +59,14 @@ class LoopStyles(Styles):
             out = out.index_add(0, token, self.experts[e](h[token]) * full[token, e, None])
         return out
 
+    def _where_column(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The tokens whose weight for the expert is more than 0."""
+        full, out = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter(1, ids, w), torch.zeros_like(h)
+        for e in range(E):
+            (token,) = torch.where(full[:, e] > 0)
+            out = out.index_add(0, token, self.experts[e](h[token]) * full[token, e, None])
+        return out
+
     def _any_mask(self, h: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """The same with a mask for an index."""
         full, out = torch.zeros(h.shape[0], E, dtype=w.dtype).scatter(1, ids, w), torch.zeros_like(h)

@@ -270,7 +270,7 @@ def test_a_gate_with_a_bias_leaves_the_shared_expert_outside() -> None:
         *("moe_where_put", "moe_scatter_pairs", "moe_legacy_where", "moe_int8_where", "moe_uint4_stacked"),
         *("moe_biased_gather", "moe_biased_stacked", "moe_biased_where", "moe_gpt_oss"),
         *("moe_zero_turns", "moe_zero_gather", "moe_zero_stacked", "moe_zero_choices"),
-        *("moe_where_inside", "moe_dense_inside", "moe_stacked_inside"),
+        *("moe_where_column", "moe_where_inside", "moe_dense_inside", "moe_stacked_inside"),
         *("moe_top_one", "moe_legacy_none", "moe_legacy_scatter_add", "moe_behind"),
         *("moe_gather_three", "moe_gather_row", "moe_picked", "moe_picked_stacked", "moe_any_choice"),
         *("moe_int8_gathered", "bailing_hf_prefill_dyn", "bailing_hf_decode_ortcpu"),

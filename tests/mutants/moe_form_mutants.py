@@ -83,3 +83,16 @@ def _(e: Editor) -> None:
 @mutant("scores of the first token", INDEXED)
 def _(e: Editor) -> None:
     e.read("node_Concat_42", 0, e.make("Mul", "val_39", e.const(0, np.int64)))
+
+
+# --- tokens whose weight is more than 0 -----------------------------------------------------------------------------
+
+COLUMN = "moe_where_column"
+constant("tokens whose weight is more than 0.8", "node_gt_3", 1, 0.8, base=COLUMN)
+reads("tokens of another expert", "node_gt_3", 0, "select_2", base=COLUMN)
+
+
+@mutant("a negative factor, and tokens whose weight is more than 0", COLUMN)
+def _(e: Editor) -> None:
+    """None are: only the shared expert is left."""
+    e.read("node_mul_66", 1, e.const(-2.5))
