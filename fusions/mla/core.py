@@ -100,7 +100,9 @@ def _unpack(view: GraphView, core: Core) -> None:
     def before(value: ir.Value) -> ir.Value | None:
         flat = value.producer()
         turn = flat.inputs[0].producer() if is_op(flat, "Reshape") and flat and flat.inputs[0] is not None else None
-        source = turn.inputs[0] if _swaps(turn) and turn is not None else None
+        # keys and values may have come in another order: where they come from is what counts
+        turns = _swaps(turn) or (value is not q and is_op(turn, "Transpose"))
+        source = turn.inputs[0] if turns and turn is not None else None
         if source is None or (static_dims(source) or [0, 0])[1] != core.heads:
             return None
         nodes.update(n for n in (flat, turn) if n is not None)
