@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from exports import library
+from onnx import TensorProto, helper
 
 #: Of the weights that are quantized: 3 GB for 8 GB.
 SHARE = 3 / 8
@@ -25,7 +26,7 @@ def most():
     # not ru_maxrss: that of the process which started this one counts there
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
 start = most()
-made = deltafuse.fuse(sys.argv[1], sys.argv[2], require={"moe": 1}, quantize=sys.argv[3]).quantization
+made = deltafuse.fuse(sys.argv[1], sys.argv[2], quantize=sys.argv[3]).quantization
 peak = most()
 print(json.dumps([start, peak, made.bytes_before, made.bytes_after]))
 """
@@ -55,14 +56,46 @@ def layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 products of 1024 by 2048 in float32, 0.5 GiB, one after the other."""
+    path = tmp_path_factory.mktemp("dense") / "dense.onnx"
+    nodes, tensors, size, x = [], [], 4 * 1024 * 2048, "x"
+    for i in range(64):
+        tensor = TensorProto(name=f"w{i}", data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+        tensor.dims.extend([1024, 2048] if i % 2 == 0 else [2048, 1024])
+        for key, value in (("location", "dense.data"), ("offset", i * size), ("length", size)):
+            tensor.external_data.add(key=key, value=str(value))
+        tensors.append(tensor)
+        nodes.append(helper.make_node("MatMul", [x, f"w{i}"], [x := "y" if i == 63 else f"h{i}"]))
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 1024]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "dense", ports[:1], ports[1:], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    with (path.parent / "dense.data").open("wb") as file:
+        file.write(np.random.default_rng(0).standard_normal(4096).astype(np.float32).tobytes())
+        file.truncate(64 * size)
+    return path
+
+
+def measured(path: Path, folder: Path, quantize: str) -> tuple[int, int, int]:
+    """KiB of memory beyond what the imports took, and bytes of weights before and after."""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", PROGRAM, str(path), str(folder / "out.onnx"), quantize]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    start, peak, before, after = json.loads(done.stdout.splitlines()[-1])
+    return peak - start, before, after
+
+
 def test_experts_stream_from_file_to_file(layer: Path, tmp_path: Path) -> None:
     """Fusing, its proof, quantizing and saving, together."""
-    arguments = [str(layer), str(tmp_path / "out.onnx"), "experts=int4:128"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=True, env=environment
-    )
-    start, peak, before, after = json.loads(done.stdout.splitlines()[-1])
+    more, before, after = measured(layer, tmp_path, "experts=int4:128")
     assert before > 700 << 20
     assert after < 0.3 * before
-    assert (peak - start) << 10 < SHARE * before, f"{peak - start} KiB beyond the {start} KiB of the imports"
+    assert more << 10 < SHARE * before
+
+
+def test_other_weights_stream_too(dense: Path, tmp_path: Path) -> None:
+    more, before, after = measured(dense, tmp_path, "dense=int8:channel")
+    assert before == 64 * 4 * 1024 * 2048
+    assert after < 0.3 * before
+    assert more << 10 < SHARE * before
