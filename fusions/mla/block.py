@@ -170,10 +170,10 @@ def _sizes(core: Core, ways: Ways, end: End) -> tuple[int, int, int, int] | Refu
     if heads is None and rope and end.layout in ("BSC", "NC") and (wide := channels_of(end.x)) is not None:
         heads = (q_channels + wide - total) // rope
         value = wide // heads if heads else None
-    if not heads or value is None or q_channels % heads or total % heads:
+    if not heads or value is None:
         return Refusal("shape", "the number of heads is not known")
     nope = total // heads - value
-    if nope < 1 or q_channels // heads != nope + rope:
+    if nope < 1 or total % heads or q_channels != heads * (nope + rope):
         return Refusal(
             "heads",
             f"{q_channels} channels of queries, {total} of keys and values and {heads} heads of {value} with {rope} "

@@ -75,3 +75,18 @@ def test_sinks_of_other_attention_are_nobodys_business() -> None:
     e.read("node_cat_2", 1, e.make("Slice", other, *bounds))
     report, _ = kit.fuse(with_sinks(e))
     assert not report.regions, kit.why(report)
+
+
+def test_one_key_head_for_three_query_heads() -> None:
+    """As many key heads as query heads are a must: it is said, and nothing changes."""
+    e = edited()
+    e.read("node_linear_2", 1, e.const(e.array(e.node("node_linear_2").input[1])[:, :14]))
+    e.read("node_Reshape_157", 1, e.const([1, -1, 1, 14], np.int64))
+    for part in ("split_with_sizes_2_split_0", "split_with_sizes_2_split_1"):
+        e.after(part, "Tile", e.const([1, 3, 1, 1], np.int64))
+    before = e.done()
+    report, after = kit.fuse(before)
+    reasons = [r.refusal for r in report.regions if r.refusal is not None]
+    assert report.count("mla") == 0 and [r.code for r in reasons] == ["heads"], kit.why(report)
+    assert "as many key heads as query heads" in reasons[0].reason
+    kit.same(before, after, library.export(BASE).feeds())
