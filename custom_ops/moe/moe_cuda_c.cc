@@ -51,8 +51,12 @@ const char* deltafuse_moe_cuda_route(const deltafuse::moe::Params* params, int s
 }
 
 // How prompts are driven (see PromptTuning), and with "decode_" before the name calls of a few tokens (DecodeTuning):
-// 0, or 1 if there is no such thing to tune.
+// 0, or 1 if there is no such thing to tune. "defaults": everything as it was at the start.
 int deltafuse_moe_cuda_tune(const char* name, int value) {
+  if (std::strcmp(name, "defaults") == 0) {
+    deltafuse::moe::prompt_tuning() = {}, deltafuse::moe::decode_tuning() = {};
+    return 0;
+  }
   if (std::strncmp(name, "decode_", 7) == 0) return deltafuse::moe::tune_decode(name + 7, value) ? 0 : 1;
   deltafuse::moe::PromptTuning& tuning = deltafuse::moe::prompt_tuning();
   const struct {

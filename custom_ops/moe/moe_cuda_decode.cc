@@ -47,6 +47,9 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
     if (a.shared_gate) a.gates = gates;
   }
   a.routed = parts.take<int32_t>(1 + 2 * pairs);
+  a.flag_count = static_cast<int>((tokens + 7) / 8) * kManyBlocks;
+  a.flags = parts.take<int32_t>(a.flag_count);
+  a.parts = parts.take<float>(a.flag_count * 128);
   a.h = parts.take<uint16_t>((pairs + tokens) * a.h_stride);
   const Packed &down = layer.down, &shared = layer.shared_down;
   const bool digits = of_integers(down) || (shared.count && of_integers(shared));
@@ -59,7 +62,8 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   a.by_stages = Divider(layer.down.stages);
   if (layer.shared_gate_up.count) a.by_shared_slabs = Divider(layer.shared_gate_up.tiles * 16);
   a.tuning = decode_tuning();
-  a.together = scored_together(a);
+  a.polled = keys_polled(a);
+  if (a.polled) a.choice = ExpertParts(a.router);
   *bytes = parts.used();
   return a;
 }
@@ -67,7 +71,7 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
 }  // namespace
 
 bool is_few(const CudaLayer& layer, const Params& p, const DeviceInfo& device) {
-  const int tokens = std::min(decode_tuning().tokens, kDecodeTokens);
+  const int tuned = decode_tuning().tokens, tokens = tuned < 0 ? decode_tokens(layer.gate_up.pack) : tuned;
   if (p.dtype == DType::kFloat32 || p.num_tokens > tokens || p.num_tokens * p.top_k > kDecodePairs) return false;
   if (layer.shared_gate_up.count) {
     // Two formats in one kernel: the experts' own, and the activations'.
@@ -107,7 +111,7 @@ bool tune_decode(const char* name, int value) {
     int32_t* value;
     int least, most;
     bool power;  // of two
-  } known[] = {{"tokens", &tuning.tokens, 0, kDecodeTokens, false},
+  } known[] = {{"tokens", &tuning.tokens, -1, kDecodeTokens, false},
                {"first_threads", &tuning.first_threads, 256, 512, true},
                {"first_blocks", &tuning.first_blocks, 0, 8, false},
                {"split", &tuning.split, 1, 8, true},

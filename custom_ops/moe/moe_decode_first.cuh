@@ -4,15 +4,14 @@
 // stages and its own ring of copies in flight. Nothing but the choice concerns a whole block.
 #pragma once
 
-#include "moe_decode_parts.cuh"
+#include "moe_arrange.cuh"
 #include "moe_route.cuh"
 
 namespace deltafuse::moe {
 
-constexpr int kFirstThreads = 512;                           // at most
-constexpr int kFirstDepth = 4;                               // stages in flight a warp
-constexpr int kOperandBytes = 49152;                         // of tokens in shared memory at most
-constexpr int kChoiceBytes = kScored * 4 + kCandidates * 8;  // what a warp needs to choose
+constexpr int kFirstThreads = 512;    // at most
+constexpr int kFirstDepth = 4;        // stages in flight a warp
+constexpr int kOperandBytes = 49152;  // of tokens in shared memory at most
 
 struct FirstShared {
   static __host__ __device__ int slot_bytes(const DecodeArgs& a) { return slot_bytes_of(a.gate_up, a.shared_gate_up); }
@@ -21,17 +20,21 @@ struct FirstShared {
   static __host__ __device__ int operand_at(const DecodeArgs& a, int warps) {
     return (partial_at(a) + 2 * (warps - warps / a.tuning.split) * 256 + 127) / 128 * 128;
   }
-  static __host__ __device__ int operand_bytes(const DecodeArgs& a) { return a.router.tokens * a.x.cols * 2; }
+  // With the scales and sums of a token that the block arranges itself.
+  static __host__ __device__ int operand_bytes(const DecodeArgs& a) {
+    return a.router.tokens * a.x.cols * 2 + (a.polled ? (a.x.cols / 128 * 20 + 127) / 128 * 128 : 0);
+  }
   static __host__ __device__ bool operand_here(const DecodeArgs& a) { return operand_bytes(a) <= kOperandBytes; }
   // The rings' place is the choice's before.
   static __host__ __device__ int ring_at(const DecodeArgs& a, int warps) {
     return operand_at(a, warps) + (operand_here(a) ? operand_bytes(a) : 0);
   }
   static __host__ __device__ size_t bytes(const DecodeArgs& a, int warps) {
-    const int ring = warps * kFirstDepth * slot_bytes(a),
-              choice = a.each ? warps * kChoiceBytes : Routing::scratch_bytes(a.router);
-    const int most = ring > choice ? ring : choice, together = sizeof(Together);
-    return ring_at(a, warps) + static_cast<size_t>(most > together ? most : together);
+    const int ring = warps * kFirstDepth * slot_bytes(a), choice = a.polled ? sizeof(BlockChoice)
+                                                                   : a.each ? warps * kCandidates * sizeof(Candidate)
+                                                                            : Routing::scratch_bytes(a.router);
+    const int scratch = Routing::lists_bytes(a.router) + choice;
+    return ring_at(a, warps) + static_cast<size_t>(ring > scratch ? ring : scratch);
   }
 };
 
@@ -96,7 +99,8 @@ __device__ __forceinline__ void finish_slab(const DecodeArgs& a, bool gated, Pac
   }
 }
 
-template <typename T, Pack P, Pack S>
+// kOne: one token whose keys are polled (DecodeArgs::polled).
+template <typename T, Pack P, Pack S, bool kOne>
 __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) unsigned char shared[];
   const RouterArgs& r = a.router;
@@ -107,55 +111,84 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   const int slot_bytes = FirstShared::slot_bytes(a), ring_bytes = kFirstDepth * slot_bytes;
   unsigned char* rings = shared + FirstShared::ring_at(a, warps);
   const Routing routing(shared, rings, r);
-  const int pairs = r.tokens * r.top_k;
+  const int tokens = kOne ? 1 : r.tokens, pairs = tokens * r.top_k;
+  const ExpertParts& parts = a.choice;
 
   // What the choice does not decide comes before the wait. Whatever was before the kernel before is done.
-  if ((a.tuning.prefetch & 2) && a.shared_gate_up.count) {
-    const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, of = int64_t(gridDim.x) * blockDim.x;
-    to_l2(a.shared_gate_up.data, a.shared_gate_up.expert_bytes(), at, of);
-    to_l2(a.shared_down.data, a.shared_down.expert_bytes(), at, of);
-  }
-  if (threadIdx.x < 32) routing.used[threadIdx.x] = 0;
-  FirstTasks tasks(a, pairs);
-  wait_previous();
+  auto prefetch = [&](int thread, int threads) {
+    if ((a.tuning.prefetch & 2) && a.shared_gate_up.count) {
+      const int64_t at = int64_t(blockIdx.x) * threads + thread, of = int64_t(gridDim.x) * threads;
+      to_l2(a.shared_gate_up.data, a.shared_gate_up.expert_bytes(), at, of);
+      to_l2(a.shared_down.data, a.shared_down.expert_bytes(), at, of);
+    }
+  };
+  unsigned char* operand_here = shared + FirstShared::operand_at(a, warps);
   const unsigned char* x_rows = static_cast<const unsigned char*>(a.x.data);
-  if (FirstShared::operand_here(a)) {  // the warps that choose come last
-    const uint32_t here = shared_address(shared + FirstShared::operand_at(a, warps));
-#pragma unroll 1
-    for (int i = (blockDim.x - 1 - threadIdx.x) * 16; i < FirstShared::operand_bytes(a); i += blockDim.x * 16) {
-      copy16(here + i, x_rows + i);
-    }
-    copies_commit();
-    x_rows = shared + FirstShared::operand_at(a, warps);
-  }
-  const bool lone = r.tokens == 1 && (a.each || a.together);
+  Operand operand = a.x;
   float score = 0.0f;
-  if (a.together) {
-    const int e = threadIdx.x;
-    const float own = e < r.experts ? __ldcg(a.scored + e) : 0.0f;
-    const uint32_t key = e < r.experts ? __ldcg(reinterpret_cast<const uint32_t*>(a.scored) + kScored + e) : 0;
-    const int id = select_together(r, key, own, *reinterpret_cast<Together*>(rings), &score);
-    if (warp == 0 && lane < r.top_k) routing.take_id(r, lane, id);
-  } else if (a.each) {
-    if (r.tokens > 1) __syncthreads();
-#pragma unroll 1
-    for (int token = warp; token < r.tokens; token += warps) {
-      float* here = reinterpret_cast<float*>(rings + warp * kChoiceBytes);
-      const int pair = token * r.top_k + lane;
-      const int id = select_scored(r, a.each, a.scored + token * (2 * kScored), here,
-                                   reinterpret_cast<Candidate*>(here + kScored), &score);
-      if (lane < r.top_k) routing.take_id(r, pair, id);
-      if (lone) break;  // the weights later
-      const float weight = weights_of(r, score);
-      if (lane < r.top_k) routing.take_weight(r, pair, weight, blockIdx.x == 0);
+  const bool late = !kOne && a.each && tokens <= warps;  // weights are made when copies are on their way
+  if constexpr (kOne) {
+    if (warp < parts.count) {  // these warps choose
+      const uint32_t* all = reinterpret_cast<const uint32_t*>(a.scored) + kScored;
+      BlockChoice& choice = *reinterpret_cast<BlockChoice*>(routing.choice);
+      auto meet = [&] { asm volatile("bar.sync 15, %0;\n" ::"r"(parts.count * 32) : "memory"); };
+      uint32_t keys[kPartEach];
+      do {
+        peek_part(r, parts, warp, all, keys);
+      } while (!part_there(r, parts, warp, keys));
+      find_best(r, parts, warp, keys, choice);
+      meet();
+      find_candidates(r, parts, warp, keys, choice);
+      meet();
+      auto take = [&](int j, int expert) { routing.take_id(r, 0, j, expert); };
+      if (!rank_parts(r, choice, warp, parts.count, take) && warp == 0) {
+        wait_previous();
+        const int id = select_unclear(r, a.each, a.scored, reinterpret_cast<Candidate*>(&choice), &score);
+        if (lane < r.top_k) take(lane, id);
+      }
+    } else {  // the others arrange the token meanwhile
+      const int thread = static_cast<int>(threadIdx.x) - parts.count * 32,
+                threads = static_cast<int>(blockDim.x) - parts.count * 32;
+      float* scales = reinterpret_cast<float*>(operand_here + a.x.cols * 2);
+      arrange_any(Arranged(operand_here, scales, a.x.sums ? scales + a.x.cols / 128 : nullptr), a.x,
+                  static_cast<const T*>(r.x), r.hidden, thread, threads);
+      prefetch(thread, threads);
     }
+    x_rows = operand_here, operand.scales = reinterpret_cast<float*>(operand_here + a.x.cols * 2);
+    if (a.x.sums) operand.sums = operand.scales + a.x.cols / 128;
   } else {
-    route(r, routing, blockIdx.x == 0);
+    prefetch(threadIdx.x, blockDim.x);
+    routing.clear(r);
+    wait_previous();
+    if (FirstShared::operand_here(a)) {  // the warps that choose come last
+      const uint32_t here = shared_address(operand_here);
+#pragma unroll 1
+      for (int i = (blockDim.x - 1 - threadIdx.x) * 16; i < FirstShared::operand_bytes(a); i += blockDim.x * 16) {
+        copy16(here + i, x_rows + i);
+      }
+      copies_commit();
+      x_rows = operand_here;
+    }
+    if (a.each) {
+      if (tokens > 1) __syncthreads();
+#pragma unroll 1
+      for (int token = warp; token < tokens; token += warps) {
+        const int pair = token * r.top_k + lane;
+        const int id = select_scored(r, a.each, false, a.scored + token * (2 * kScored),
+                                     reinterpret_cast<Candidate*>(routing.choice) + warp * kCandidates, &score);
+        if (lane < r.top_k) routing.take_id(r, token, pair, id);
+        if (late) break;  // the weights later
+        const float weight = weights_of(r, score);
+        if (lane < r.top_k) routing.take_weight(r, pair, weight, blockIdx.x == 0);
+      }
+    } else {
+      route(r, routing, blockIdx.x == 0);
+    }
   }
   copies_wait<0>();
   __syncthreads();
-  if (r.tokens > 1) list_items(r, routing);
-  if (r.tokens > 1) tasks = FirstTasks(a, uniform(routing.counts[0]));
+  if (tokens > 1) list_items(r, routing, a.by_top_k);
+  const FirstTasks tasks(a, tokens > 1 ? uniform(routing.counts[0]) : pairs);
 
   // The next stage to copy: all of a warp's stages of all its tasks, one after the other.
   int next_task = group, next_left = 0, next_step = 0;
@@ -168,7 +201,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
       tasks.locate(a, next_task, &item, &slab);
       next_own = tasks.is_shared(next_task);
       const Packed& w = next_own ? a.shared_gate_up : a.gate_up;
-      const int expert = next_own ? 0 : r.tokens > 1 ? routing.items[item] : routing.ids[item];
+      const int expert = next_own ? 0 : tokens > 1 ? routing.items[item] : routing.ids[item];
       next = P == S || !next_own ? slab_source<P>(w, expert, slab, part) : slab_source<S>(w, expert, slab, part);
       next_left = (w.stages - part + split - 1) >> shift;
       next_step = split * w.stage_bytes();
@@ -191,25 +224,26 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   if (blockIdx.x == 0) {  // for the second product
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-      a.routed[1 + i] = r.tokens == 1 ? routing.ids[i] : i < routing.counts[1] ? routing.items[i] : 0;
-      a.routed[1 + pairs + i] = r.tokens == 1 ? i : routing.places[i];
+      a.routed[1 + i] = tokens == 1 ? routing.ids[i] : i < routing.counts[1] ? routing.experts[i] : 0;
+      a.routed[1 + pairs + i] = tokens == 1 ? i : routing.places[i];
     }
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence();
-      asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(a.routed),
-                   "r"(r.tokens > 1 ? routing.counts[1] : pairs)
+      asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(a.routed), "r"(tokens > 1 ? routing.counts[1] : pairs)
                    : "memory");
     }
   }
   release_next();
-  if (lone) {
-    if (warp == 0) {
+  if (late) {
+    if (warp < tokens) {
       const float weight = weights_of(r, score);
-      if (lane < r.top_k) routing.take_weight(r, lane, weight, blockIdx.x == 0);
+      if (lane < r.top_k) routing.take_weight(r, warp * r.top_k + lane, weight, blockIdx.x == 0);
     }
     __syncthreads();
   }
+  bool weighted = !kOne;
+  if (kOne && (a.gates || a.shared_x.data)) wait_previous();
 
   const unsigned char* ring = rings + warp * ring_bytes;
   int at = 0, odd = 0;
@@ -219,11 +253,11 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     int item, slab, expert = 0, count = 1, pair, token_in = 0, token_out = 0;
     tasks.locate(a, task, &item, &slab);
     const Packed& w = own ? a.shared_gate_up : a.gate_up;
-    if (r.tokens == 1) {
+    if (tokens == 1) {
       pair = own ? 0 : item;
       if (!own) expert = routing.ids[item];
     } else if (own) {
-      count = min(kItemTokens, r.tokens - item * kItemTokens);
+      count = min(kItemTokens, tokens - item * kItemTokens);
       token_in = item * kItemTokens + min(g / 2, count - 1);
       token_out = pair = item * kItemTokens + min(t, count - 1);
     } else {
@@ -269,12 +303,22 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
     };
     const bool apart = own && a.shared_x.data != nullptr;
     if (P == S || !own) {
-      stages(PackOf<P>(), x_rows, a.x);
+      stages(PackOf<P>(), x_rows, operand);
     } else {
       stages(PackOf<S>(), apart ? static_cast<const unsigned char*>(a.shared_x.data) : x_rows,
-             apart ? a.shared_x : a.x);
+             apart ? a.shared_x : operand);
     }
     total[0] += floats[0], total[1] += floats[2];
+    if (!weighted && part == 0) {  // each warp makes them
+      wait_previous();
+      const int id = lane < r.top_k ? routing.ids[lane] : 0;
+      score = weights_of(r, lane < r.top_k ? __ldcg(a.scored + id) : 0.0f);
+      weighted = true;
+      if (blockIdx.x == 0 && warp == 0 && lane < r.top_k) {
+        if (r.ids_out) r.ids_out[lane] = id;
+        if (r.weights_out) r.weights_out[lane] = score;
+      }
+    }
     if (split > 1) {
       float2* mine = reinterpret_cast<float2*>(shared + FirstShared::partial_at(a)) +
                      (odd * groups + group) * (split - 1) * 32 + lane;
@@ -285,22 +329,25 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
       for (int i = 0; i < split - 1; ++i) total[0] += mine[i * 32].x, total[1] += mine[i * 32].y;
     }
     const float factor = w.multiplier ? w.multiplier[expert] : 1.0f;
-    const float weight = !own ? routing.weights[pair] : a.gates ? a.gates[pair] : 1.0f;
+    const float chosen = kOne ? __shfl_sync(~0u, score, own ? 0 : pair) : own ? 0.0f : routing.weights[pair];
+    const float weight = !own ? chosen : a.gates ? a.gates[pair] : 1.0f;
     finish_slab<T>(a, w.gated, own ? a.shared_down.pack : a.down.pack, total[0] * factor, total[1] * factor, weight,
                    t < count, own ? pairs + pair : pair, slab);
   }
   copies_wait<0>();
+  if (kOne) wait_previous();
 }
 
-template <typename T, Pack P, Pack S>
-cudaError_t launch_first_pair(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
+template <typename T, Pack P, Pack S, bool kOne>
+cudaError_t launch_first_kernel(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const int threads = a.tuning.first_threads;
   const size_t shared = FirstShared::bytes(a, threads / 32);
   int resident = 0;
-  cudaError_t status = cudaFuncSetAttribute(decode_first_kernel<T, P, S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            static_cast<int>(shared));
+  cudaError_t status = cudaFuncSetAttribute(decode_first_kernel<T, P, S, kOne>,
+                                            cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (status != cudaSuccess) return status;
-  status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, decode_first_kernel<T, P, S>, threads, shared);
+  status =
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, decode_first_kernel<T, P, S, kOne>, threads, shared);
   if (status != cudaSuccess) return status;
   const int wanted = a.tuning.first_blocks ? a.tuning.first_blocks : a.router.tokens == 1 ? 1 : 2;
   const int each = resident < 1 ? 1 : resident < wanted ? resident : wanted;
@@ -308,8 +355,14 @@ cudaError_t launch_first_pair(const DecodeArgs& a, const DeviceInfo& device, cud
                             ((a.router.tokens + kItemTokens - 1) / kItemTokens) +
                         int64_t(a.router.tokens) * a.router.top_k * slabs_of(a.gate_up);
   const int64_t room = int64_t(device.multiprocessors) * each;
-  return launch_kernel(decode_first_kernel<T, P, S>, tasks < room ? tasks : room, threads, shared,
+  return launch_kernel(decode_first_kernel<T, P, S, kOne>, tasks < room ? tasks : room, threads, shared,
                        device.capability >= 90 && a.tuning.dependent, stream, a);
+}
+
+template <typename T, Pack P, Pack S>
+cudaError_t launch_first_pair(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
+  return a.polled ? launch_first_kernel<T, P, S, true>(a, device, stream)
+                  : launch_first_kernel<T, P, S, false>(a, device, stream);
 }
 
 template <typename T>

@@ -1,11 +1,12 @@
 // Decode's second product for bfloat16.
+#include "moe_decode_many.cuh"
 #include "moe_decode_second.cuh"
 
 namespace deltafuse::moe {
 
 cudaError_t launch_second_bf16(const DecodeArgs& args, const DeviceInfo& device, cudaStream_t stream) {
-  return SecondShared::one(args) ? launch_second_type<__nv_bfloat16, true>(args, device, stream)
-                                 : launch_second_type<__nv_bfloat16, false>(args, device, stream);
+  return SecondShared::one(args) ? launch_second_type<__nv_bfloat16>(args, device, stream)
+                                 : launch_many_type<__nv_bfloat16>(args, device, stream);
 }
 
 }  // namespace deltafuse::moe

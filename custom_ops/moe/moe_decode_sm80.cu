@@ -2,7 +2,9 @@
 #include <algorithm>
 
 #include "moe_decode_first.cuh"
+#include "moe_decode_many.cuh"
 #include "moe_decode_second.cuh"
+#include "moe_logits_few.cuh"
 
 namespace deltafuse::moe {
 
@@ -17,12 +19,17 @@ int scored_each(const RouterArgs& r) {
   return !r.softmax && r.experts <= kScored && simple ? each : 0;
 }
 
-bool scored_together(const DecodeArgs& a) { return chooses_together(a.router) && a.tuning.first_threads == kScored; }
+bool keys_polled(const DecodeArgs& a) {
+  const RouterArgs& r = a.router;
+  const bool at_once = r.weight_type == DType::kFloat32 ? one_at_once<float>(r) : one_at_once<uint16_t>(r);
+  return scored_each(r) && r.weight && at_once && chooses_by_parts(r) && !r.masked_weights &&
+         FirstShared::operand_here(a) && a.tuning.first_threads > ExpertParts(r).count * 32;
+}
 
 size_t decode_shared_bytes(const DecodeArgs& a) {
   const size_t first = FirstShared::bytes(a, a.tuning.first_threads / 32);
-  const int second = SecondShared::one(a) ? a.tuning.second_threads : a.tuning.many_threads;
-  return std::max(first, SecondShared::bytes(a, second / 32));
+  return std::max(first, SecondShared::one(a) ? SecondShared::bytes(a, a.tuning.second_threads / 32)
+                                              : ManyShared::bytes(a, a.tuning.many_threads / 32));
 }
 
 cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {

@@ -101,6 +101,10 @@ __device__ __forceinline__ uint32_t transpose8(uint32_t x) {
   return y;
 }
 
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
 // Dependent launches: the next kernel of the stream may start; wait for the one before. Nothing before 9.0.
 __device__ __forceinline__ void release_next() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -86,9 +86,6 @@ __device__ __forceinline__ void load_unit(uint4 (&w)[Shape<P>::kWords], const un
   }
 }
 
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
 // (x & mask) | bits in one instruction.
 __device__ __forceinline__ uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t y;

@@ -125,27 +125,44 @@ __device__ __forceinline__ void make_logits(const RouterArgs& r, int first_exper
   }
 }
 
-// The same of one token whose rows are not longer than the loads of all threads at once. Weights are on their way
+// The same of one token whose rows are not longer than the loads of all threads at once. Weights are here, in float64,
 // before wait(), the wait for the kernel before, and all that comes after it runs once before it on zeros: instructions
-// that are not in the cache cost more than the work.
-template <typename T, typename W, typename Wait, typename Store>
-__device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_expert, Wait wait, Store store) {
-  __shared__ double partial[kLogitsWarps][kLogitsExperts];
+// that are not in the cache cost more than the work. loading(): the token is on its way.
+template <typename T, typename W, typename Wait, typename Loading, typename Store>
+__device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_expert, Wait wait, Loading loading,
+                                                Store store) {
+  __shared__ double partial[kLogitsExperts][kLogitsWarps];
   constexpr int kWide = 16 / sizeof(W), kAhead = sizeof(W) == 4 ? 3 : 2;
   struct alignas(kWide * sizeof(T)) Columns {
     T v[kWide];
   };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = r.hidden / kWide;
-  uint4 w[kAhead][kLogitsExperts];
+  const int expert = min(first_expert + static_cast<int>(threadIdx.x), r.experts - 1);
+  const bool stores = threadIdx.x < kLogitsExperts && first_expert + static_cast<int>(threadIdx.x) < r.experts;
+  double w[kAhead][kWide][kLogitsExperts];
+  {
+    uint4 raw[kAhead][kLogitsExperts];
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    const int piece = static_cast<int>(threadIdx.x) + i * kLogitsThreads;
+    for (int i = 0; i < kAhead; ++i) {
+      const int piece = static_cast<int>(threadIdx.x) + i * kLogitsThreads;
 #pragma unroll
-    for (int e = 0; e < kLogitsExperts; ++e) {
-      const W* row = static_cast<const W*>(r.weight) + int64_t(min(first_expert + e, r.experts - 1)) * r.hidden;
-      w[i][e] = piece < pieces ? load_weights(reinterpret_cast<const uint4*>(row) + piece) : make_uint4(0, 0, 0, 0);
+      for (int e = 0; e < kLogitsExperts; ++e) {
+        const W* row = static_cast<const W*>(r.weight) + int64_t(min(first_expert + e, r.experts - 1)) * r.hidden;
+        raw[i][e] = piece < pieces ? load_weights(reinterpret_cast<const uint4*>(row) + piece) : make_uint4(0, 0, 0, 0);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) {
+#pragma unroll
+        for (int e = 0; e < kLogitsExperts; ++e) {
+          w[i][j][e] = static_cast<double>(to_float(reinterpret_cast<const W*>(&raw[i][e])[j]));
+        }
+      }
     }
   }
+  const double router_bias = r.router_bias ? static_cast<double>(__ldg(r.router_bias + expert)) : 0.0;
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     Columns c[kAhead] = {};
@@ -156,34 +173,128 @@ __device__ __forceinline__ void make_logits_one(const RouterArgs& r, int first_e
         const int piece = static_cast<int>(threadIdx.x) + i * kLogitsThreads;
         if (piece < pieces) c[i] = *(static_cast<const Columns*>(r.x) + piece);
       }
+      loading();
     }
-    double sum[kLogitsExperts] = {};
+    double sums[kAhead][kLogitsExperts] = {};  // apart: a step takes 30 cycles
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
       for (int j = 0; j < kWide; ++j) {
         const double token = static_cast<double>(to_float(c[i].v[j]));
 #pragma unroll
-        for (int e = 0; e < kLogitsExperts; ++e) {
-          sum[e] = fma(static_cast<double>(to_float(reinterpret_cast<const W*>(&w[i][e])[j])), token, sum[e]);
-        }
+        for (int e = 0; e < kLogitsExperts; ++e) sums[i][e] = fma(w[i][j][e], token, sums[i][e]);
       }
+    }
+    double sum[kLogitsExperts];
+#pragma unroll
+    for (int e = 0; e < kLogitsExperts; ++e) {
+      sum[e] = sums[0][e] + sums[1][e];
+      if (kAhead > 2) sum[e] += sums[kAhead - 1][e];
     }
     int which;
     const double total = sum_over_warp(sum, &which);
-    if (lane % (32 / kLogitsExperts) == 0) partial[warp][which] = total;
+    if (lane % (32 / kLogitsExperts) == 0) partial[which][warp] = total;
     __syncthreads();
-    const int expert = first_expert + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < kLogitsExperts && expert < r.experts) {
-      double all = partial[0][threadIdx.x];
+    if (stores) {
+      double parts[kLogitsWarps];
 #pragma unroll
-      for (int i = 1; i < kLogitsWarps; ++i) all += partial[i][threadIdx.x];
-      if (r.router_bias) all += static_cast<double>(r.router_bias[expert]);
-      store(expert, static_cast<float>(all), pass != 0);
+      for (int i = 0; i < kLogitsWarps; ++i) parts[i] = partial[threadIdx.x][i];
+#pragma unroll
+      for (int step = 1; step < kLogitsWarps; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < kLogitsWarps; i += 2 * step) parts[i] += parts[i + step];
+      }
+      store(expert, static_cast<float>(r.router_bias ? parts[0] + router_bias : parts[0]), pass != 0);
     }
     __syncthreads();
   }
 }
+// Logits of eight experts, of eight tokens at a time: the float64 tensor cores, 16 columns after another of each warp.
+// Rows are whole pieces of four columns. Weights are here before wait(), as far as there is room.
+constexpr int kMmaThreads = 512, kMmaWarps = kMmaThreads / 32, kMmaExperts = 8, kMmaTokens = 8;
+
+template <typename W>
+__host__ __device__ __forceinline__ bool suits_mma(const RouterArgs& r) {
+  return r.tokens > 1 && r.hidden % 4 == 0;
+}
+__device__ __forceinline__ void mma_double(double (&d)[2], double a, double b) {
+  asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};\n"
+               : "+d"(d[0]), "+d"(d[1])
+               : "d"(a), "d"(b));
+}
+// store(token, expert, logit).
+template <typename T, typename W, typename Wait, typename Store>
+__device__ __forceinline__ void make_logits_mma(const RouterArgs& r, int first_expert, Wait wait, Store store) {
+  constexpr int kAhead = 10;  // chunks of 16 columns
+  __shared__ double partial[kMmaWarps][kMmaExperts * kMmaTokens];
+  struct alignas(4 * sizeof(W)) Weights {
+    W v[4];
+  };
+  struct alignas(4 * sizeof(T)) Columns {
+    T v[4];
+  };
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const W* row = static_cast<const W*>(r.weight) + int64_t(min(first_expert + g, r.experts - 1)) * r.hidden;
+  auto column = [&](int i) { return (warp + i * kMmaWarps) * 16 + t * 4; };
+  double w[kAhead][4];
+  auto load = [&](int first) {
+    Weights raw[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int col = column(first + i);
+      raw[i] = col < r.hidden ? *reinterpret_cast<const Weights*>(row + col) : Weights{};
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[i][j] = static_cast<double>(to_float(raw[i].v[j]));
+    }
+  };
+  load(0);
+  wait();
+#pragma unroll 1
+  for (int base = 0; base < r.tokens; base += kMmaTokens) {
+    const T* x = static_cast<const T*>(r.x) + int64_t(min(base + g, r.tokens - 1)) * r.hidden;
+    double sum[4][2] = {};
+#pragma unroll 1
+    for (int first = 0; column(first) - t * 4 < r.hidden; first += kAhead) {
+      Columns c[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int col = column(first + i);
+        c[i] = col < r.hidden ? *reinterpret_cast<const Columns*>(x + col) : Columns{};
+      }
+      if (first > 0 || (base > 0 && column(kAhead) - t * 4 < r.hidden)) load(first);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) mma_double(sum[j], w[i][j], static_cast<double>(to_float(c[i].v[j])));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // expert g, tokens 2 t and 2 t + 1
+      partial[warp][g * kMmaTokens + 2 * t + i] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
+    }
+    __syncthreads();
+    if (threadIdx.x < kMmaExperts * kMmaTokens) {
+      const int expert = first_expert + threadIdx.x / kMmaTokens, token = base + threadIdx.x % kMmaTokens;
+      if (expert < r.experts && token < r.tokens) {
+        double parts[kMmaWarps];
+#pragma unroll
+        for (int i = 0; i < kMmaWarps; ++i) parts[i] = partial[i][threadIdx.x];
+#pragma unroll
+        for (int step = 1; step < kMmaWarps; step *= 2) {
+#pragma unroll
+          for (int i = 0; i < kMmaWarps; i += 2 * step) parts[i] += parts[i + step];
+        }
+        if (r.router_bias) parts[0] += static_cast<double>(r.router_bias[expert]);
+        store(token, expert, static_cast<float>(parts[0]));
+      }
+    }
+    __syncthreads();
+  }
+}
+
 template <typename W>
 __host__ __device__ __forceinline__ bool one_at_once(const RouterArgs& r) {
   constexpr int kWide = 16 / sizeof(W), kAhead = sizeof(W) == 4 ? 3 : 2;

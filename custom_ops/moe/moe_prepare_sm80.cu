@@ -1,74 +1,25 @@
 // Before a few tokens' products: router logits, and the tokens as right operands with the sums that integer weights
-// need. A block takes four experts, or one token.
-#include "moe_decode_parts.cuh"
+// need. A block takes four experts, or part of a token.
+#include "moe_arrange.cuh"
 #include "moe_logits_few.cuh"
 #include "moe_select.cuh"
 
 namespace deltafuse::moe {
 namespace {
 
-constexpr int kThreads = kLogitsThreads, kWarps = kThreads / 32;
-
-// A token for floating-point weights.
-template <typename T>
-__device__ __forceinline__ void arrange(const Operand& to, const T* x, int hidden, int token) {
-#pragma unroll 1
-  for (int chunk = threadIdx.x; chunk < to.cols / 8; chunk += kThreads) {
-    __align__(16) T values[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int col = chunk / 16 * 128 + operand_column(to.pack, chunk % 16 * 8 + i);
-      values[i] = col < hidden ? x[col] : from_float<T>(0.0f);
-    }
-    *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + int64_t(token) * to.cols + chunk * 8) =
-        *reinterpret_cast<const uint4*>(values);
-  }
-}
-
-// A token for integer weights: a warp takes 128 columns, a lane columns 16 s + 2 t + {0, 8, 1, 9} of them.
-template <typename T>
-__device__ __forceinline__ void arrange_digits(const Operand& to, const T* x, int hidden, int token) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = to.cols / 128, step = lane / 4, t = lane % 4;
-#pragma unroll 1
-  for (int block = warp; block < blocks; block += kWarps) {
-    float values[4];
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int col = block * 128 + step * 16 + 2 * t + i / 2 + i % 2 * 8;
-      values[i] = col < hidden ? to_float(x[col]) : 0.0f;
-      most = max(most, __float_as_uint(values[i]) & 0x7fffffffu);
-    }
-    const Digits digits(__reduce_max_sync(~0u, most));
-    uint32_t high, low;
-    digits.split(values, &high, &low);
-    auto* out = reinterpret_cast<uint32_t*>(static_cast<unsigned char*>(to.data) +
-                                            (int64_t(token) * blocks + block) * 256 + step / 4 * 128 + t * 16) +
-                step % 4;
-    out[0] = high, out[16] = low;
-    if (lane == 0) to.scales[token * blocks + block] = digits.scale;
-    if (to.sums) {
-      float sum = (values[0] + values[1]) + (values[2] + values[3]);
-      for (int by = 1; by < 8; by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
-      if (lane % 8 == 0) to.sums[(token * blocks + block) * 4 + lane / 8] = sum;
-    }
-  }
-}
-template <typename T>
-__device__ __forceinline__ void arrange_any(const Operand& to, const T* x, int hidden, int token) {
-  if (to.digits()) {
-    arrange_digits(to, x, hidden, token);
-  } else {
-    arrange(to, x, hidden, token);
-  }
-}
+// How a call's logits are made.
+enum class Way { kOne, kMma, kAny };
+template <Way kWay>
+constexpr int kThreads = kWay == Way::kMma ? kMmaThreads : kLogitsThreads;
+template <Way kWay>
+constexpr int kExperts = kWay == Way::kMma ? kMmaExperts : kLogitsExperts;  // of a block
 
 template <typename T>
 __device__ __forceinline__ void make_gate(const DecodeArgs& a, const T* x, int token) {
-  __shared__ float parts[kWarps];
+  __shared__ float parts[32];
   float sum = 0.0f;
 #pragma unroll 4
-  for (int k = threadIdx.x; k < a.router.hidden; k += kThreads) {
+  for (int k = threadIdx.x; k < a.router.hidden; k += blockDim.x) {
     sum = fmaf(to_float(x[k]), load_any(a.shared_gate, k, a.shared_gate_type), sum);
   }
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -76,20 +27,30 @@ __device__ __forceinline__ void make_gate(const DecodeArgs& a, const T* x, int t
   __syncthreads();
   if (threadIdx.x == 0) {
     float all = parts[0];
-    for (int i = 1; i < kWarps; ++i) all += parts[i];
+    for (int i = 1; i < static_cast<int>(blockDim.x) / 32; ++i) all += parts[i];
     a.gates[token] = 1.0f / (1.0f + expf(-all));
   }
 }
 
 __device__ __forceinline__ int scored_place(const DecodeArgs& a, int expert) {
-  return a.together ? expert : scored_at(a.each, expert);
+  return a.polled ? expert : scored_at(a.each, expert);
 }
 
-template <typename T, typename W, int kTokens>
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ DecodeArgs a, int expert_blocks) {
+// Half of a multiprocessor's registers: the next kernel's blocks come beside.
+template <typename T, typename W, Way kWay>
+__global__ void __launch_bounds__(kThreads<kWay>, kWay == Way::kOne ? 2 : 1)
+    prepare_kernel(const __grid_constant__ DecodeArgs a, int expert_blocks, int parts) {
+  constexpr int kBlock = kThreads<kWay>;
   const RouterArgs& r = a.router;
-  const int expert = blockIdx.x * kLogitsExperts;
-  const bool scored = a.each || a.together;
+  const int expert = blockIdx.x * kExperts<kWay>;
+  const bool scored = a.each != 0;
+  if (kWay == Way::kOne && blockIdx.x == 0) to_l2(r.x, int64_t(r.hidden) * sizeof(T), threadIdx.x, kBlock);
+  // Where keys are polled the next kernel does not wait for this one, so it must not start before they are zero: what
+  // an atomic operation has answered is done. One thread's word is a block's, so it is for the first warp to say.
+  uint32_t answer = 0;
+  auto release_polled = [&] {
+    if (threadIdx.x < 32 && __all_sync(~0u, answer != 0x5a5a1234u)) release_next();  // else at the end
+  };
   if (static_cast<int>(blockIdx.x) < expert_blocks) {
     auto store = [&](int token, int e, float logit, bool write) {
       if (scored) {
@@ -98,45 +59,76 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
         r.logits[int64_t(token) * r.experts + e] = logit;
       }
     };
-    if (kTokens == 1 && one_at_once<W>(r)) {
+    if constexpr (kWay == Way::kOne) {
+      auto wait = [&] {
+        wait_previous();
+        if (!a.polled) {
+          release_next();
+        } else if (threadIdx.x < kExperts<kWay> && expert + static_cast<int>(threadIdx.x) < r.experts) {
+          answer = atomicExch(reinterpret_cast<uint32_t*>(a.scored) + kScored + expert + threadIdx.x, 0u);
+        }
+      };
+      auto loading = [&] {
+        if (a.polled) release_polled();
+      };
+      make_logits_one<T, W>(r, expert, wait, loading,
+                            [&](int e, float logit, bool write) { store(0, e, logit, write); });
+    } else {
       auto wait = [&] {
         wait_previous();
         release_next();
       };
-      make_logits_one<T, W>(r, expert, wait, [&](int e, float logit, bool write) { store(0, e, logit, write); });
-    } else {
-      if (a.tuning.prefetch & 1) prefetch_weights<W>(r, expert);
-      wait_previous();
-      release_next();
-      make_logits<T, W, kTokens>(r, expert, [&](int token, int e, float logit) { store(token, e, logit, true); });
+      auto put = [&](int token, int e, float logit) { store(token, e, logit, true); };
+      if constexpr (kWay == Way::kMma) {
+        make_logits_mma<T, W>(r, expert, wait, put);
+      } else {
+        if (a.tuning.prefetch & 1) prefetch_weights<W>(r, expert);
+        wait();
+        make_logits<T, W, 4>(r, expert, put);
+      }
     }
   } else {
     wait_previous();
-    release_next();
-    const int token = blockIdx.x - expert_blocks;
-    if (token == 0 && threadIdx.x == 0) *a.routed = 0;  // the second product waits for it
+    if (!a.polled) {
+      release_next();
+    } else {
+      if (threadIdx.x == 0) answer = static_cast<uint32_t>(atomicExch(a.routed, 0));
+      release_polled();
+    }
+    const int token = (blockIdx.x - expert_blocks) / parts, part = (blockIdx.x - expert_blocks) % parts;
+    if (token == 0 && part == 0) {  // the second product waits for them
+      if (threadIdx.x == 0 && !a.polled) *a.routed = 0;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < a.flag_count; i += kBlock) a.flags[i] = 0;
+    }
     const T* x = static_cast<const T*>(r.x) + int64_t(token) * r.hidden;
     if (scored && !r.weight) {
 #pragma unroll 1
-      for (int e = threadIdx.x; e < r.experts; e += kThreads) {
+      for (int e = part * kBlock + static_cast<int>(threadIdx.x); e < r.experts; e += parts * kBlock) {
         store_scored(r, a.scored + token * (2 * kScored), scored_place(a, e), e, logit_of(r, token, e));
       }
     }
-    arrange_any(a.x, x, r.hidden, token);
-    if (a.shared_x.data) arrange_any(a.shared_x, x, r.hidden, token);
-    if (a.shared_gate) make_gate(a, x, token);
+    const int thread = part * kBlock + static_cast<int>(threadIdx.x), threads = parts * kBlock;
+    if (!a.polled) arrange_any(Arranged(a.x, token), a.x, x, r.hidden, thread, threads);
+    if (a.shared_x.data) arrange_any(Arranged(a.shared_x, token), a.shared_x, x, r.hidden, thread, threads);
+    if (a.shared_gate && part == 0) make_gate(a, x, token);
   }
 }
 
-template <typename T, typename W>
+template <typename T, typename W, Way kWay>
 cudaError_t prepare(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
-  const int expert_blocks = a.router.weight ? (a.router.experts + kLogitsExperts - 1) / kLogitsExperts : 0;
+  constexpr int kWarps = kThreads<kWay> / 32;
+  const int expert_blocks = a.router.weight ? (a.router.experts + kExperts<kWay> - 1) / kExperts<kWay> : 0;
   const bool dependent = device.capability >= 90 && a.tuning.dependent;
-  const int tokens = a.router.tokens;
-  return launch_kernel(tokens == 1   ? prepare_kernel<T, W, 1>
-                       : tokens <= 4 ? prepare_kernel<T, W, 4>
-                                     : prepare_kernel<T, W, 8>,
-                       expert_blocks + a.router.tokens, kThreads, 0, dependent, stream, a, expert_blocks);
+  const int parts = a.polled ? 1 : (a.x.cols / 128 + kWarps - 1) / kWarps;  // of a token
+  return launch_kernel(prepare_kernel<T, W, kWay>, expert_blocks + a.router.tokens * parts, kThreads<kWay>, 0,
+                       dependent, stream, a, expert_blocks, parts);
+}
+template <typename T, typename W>
+cudaError_t prepare_any(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
+  return one_at_once<W>(a.router) ? prepare<T, W, Way::kOne>(a, device, stream)
+         : suits_mma<W>(a.router) ? prepare<T, W, Way::kMma>(a, device, stream)
+                                  : prepare<T, W, Way::kAny>(a, device, stream);
 }
 
 }  // namespace
@@ -144,10 +136,10 @@ cudaError_t prepare(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t 
 cudaError_t launch_prepare(const DecodeArgs& a, DType dtype, const DeviceInfo& device, cudaStream_t stream) {
   const bool wide = a.router.weight_type == DType::kFloat32;
   if (dtype == DType::kFloat16) {
-    return wide ? prepare<__half, float>(a, device, stream) : prepare<__half, __half>(a, device, stream);
+    return wide ? prepare_any<__half, float>(a, device, stream) : prepare_any<__half, __half>(a, device, stream);
   }
-  return wide ? prepare<__nv_bfloat16, float>(a, device, stream)
-              : prepare<__nv_bfloat16, __nv_bfloat16>(a, device, stream);
+  return wide ? prepare_any<__nv_bfloat16, float>(a, device, stream)
+              : prepare_any<__nv_bfloat16, __nv_bfloat16>(a, device, stream);
 }
 
 }  // namespace deltafuse::moe

@@ -2,12 +2,13 @@
 #pragma once
 
 #include "moe_decode.h"
-#include "moe_select.cuh"
+#include "moe_select_block.cuh"
 
 namespace deltafuse::moe {
 
 constexpr int kRoutedTogether = 8;  // tokens whose scores are in shared memory at once
 constexpr int kItemTokens = 4;      // of an expert, in one product
+static_assert(kDecodeTokens <= 32, "tokens are bits");
 
 // Every block makes its own: cheaper than a launch, and nothing has to be reset.
 struct Routing {
@@ -15,11 +16,14 @@ struct Routing {
   float* weights;  // [N, k]
   int* items;      // [N, k] an expert that is used
   int* places;     // [N, k] the pair's expert among the items
-  int* slots;      // [N, k] which of its expert's pairs it is
+  int* experts;    // [N, k] those that are used
   int16_t* rows;   // [N, k, kItemTokens] pairs of an item, then -1
-  uint32_t* used;  // [32] bits, then how many are used before each word
   int* counts;     // items; experts that are used
   // Scratch, not needed once the routing is made.
+  uint32_t* masks;        // [E] tokens that use it, where there are several
+  int* firsts;            // [E] its place among those that are used, and 2^16 times its first item's
+  int* sums;              // [32]
+  unsigned char* choice;  // what follows, or what else the choice needs
   SoftmaxStats* stats;    // [kRoutedTogether]
   Candidate* candidates;  // [kRoutedTogether, kCandidates]
   float* scores;          // [kRoutedTogether, E], then choices, then [kRoutedTogether, n_group]
@@ -28,12 +32,16 @@ struct Routing {
     return a.tokens < kRoutedTogether ? a.tokens : kRoutedTogether;
   }
   static __host__ __device__ int kept_bytes(const RouterArgs& a) {
-    return (4 * (7 * a.tokens * a.top_k + 66) + 127) / 128 * 128;
+    return (4 * (7 * a.tokens * a.top_k + 2) + 127) / 128 * 128;
   }
   static __host__ __device__ int scratch_bytes(const RouterArgs& a) {
     const int each =
         static_cast<int>(sizeof(SoftmaxStats) + sizeof(Candidate) * kCandidates) + 4 * (2 * a.experts + a.n_group);
     return (together(a) * each + 127) / 128 * 128;
+  }
+  // Before the choice's scratch.
+  static __host__ __device__ int lists_bytes(const RouterArgs& a) {
+    return a.tokens > 1 ? (4 * (2 * a.experts + 32) + 127) / 128 * 128 : 0;
   }
   __device__ Routing(unsigned char* base, unsigned char* scratch, const RouterArgs& a) {
     const int pairs = a.tokens * a.top_k;
@@ -41,18 +49,27 @@ struct Routing {
     weights = reinterpret_cast<float*>(ids + pairs);
     items = reinterpret_cast<int*>(weights + pairs);
     places = items + pairs;
-    slots = places + pairs;
-    rows = reinterpret_cast<int16_t*>(slots + pairs);
-    used = reinterpret_cast<uint32_t*>(rows + pairs * kItemTokens);
-    counts = reinterpret_cast<int*>(used + 64);
-    stats = reinterpret_cast<SoftmaxStats*>(scratch);
+    experts = places + pairs;
+    rows = reinterpret_cast<int16_t*>(experts + pairs);
+    counts = reinterpret_cast<int*>(rows + pairs * kItemTokens);
+    masks = reinterpret_cast<uint32_t*>(scratch);
+    firsts = reinterpret_cast<int*>(masks + a.experts);
+    sums = firsts + a.experts;
+    choice = scratch + lists_bytes(a);
+    stats = reinterpret_cast<SoftmaxStats*>(choice);
     candidates = reinterpret_cast<Candidate*>(stats + together(a));
     scores = reinterpret_cast<float*>(candidates + together(a) * kCandidates);
   }
+  // Before the choice; all threads.
+  __device__ __forceinline__ void clear(const RouterArgs& a) const {
+    if (a.tokens == 1) return;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < a.experts; e += blockDim.x) masks[e] = 0;
+  }
   // A pair's expert, its weight. write: also into the outputs ids and weights.
-  __device__ __forceinline__ void take_id(const RouterArgs& a, int pair, int id) const {
+  __device__ __forceinline__ void take_id(const RouterArgs& a, int token, int pair, int id) const {
     ids[pair] = id;
-    if (a.tokens > 1) atomicOr(&used[id / 32], 1u << (id % 32));
+    if (a.tokens > 1) atomicOr(&masks[id], 1u << token);
   }
   __device__ __forceinline__ void take_weight(const RouterArgs& a, int pair, float weight, bool write) const {
     weights[pair] = weight;
@@ -61,58 +78,41 @@ struct Routing {
   }
 };
 
-// What several tokens use, from ids: ascending, experts of more than kItemTokens again after that; all threads.
-__device__ __forceinline__ void list_items(const RouterArgs& a, const Routing& r) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = a.tokens * a.top_k;
+// What several tokens use, from the masks: experts and items ascending; all threads.
+__device__ __forceinline__ void list_items(const RouterArgs& a, const Routing& r, const Divider& by_top_k) {
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32, pairs = a.tokens * a.top_k;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < pairs * kItemTokens; i += blockDim.x) r.rows[i] = -1;
-  if (warp == 0) {
-    const uint32_t own = r.used[lane];
-    int upto = __popc(own);
+  for (int i = threadIdx.x; i < pairs * kItemTokens / 2; i += blockDim.x) reinterpret_cast<int*>(r.rows)[i] = -1;
+  int before = 0;  // how many experts are used, and 2^16 times the items
 #pragma unroll 1
+  for (int base = 0; base < a.experts; base += blockDim.x) {
+    const int e = base + static_cast<int>(threadIdx.x);
+    const uint32_t mask = e < a.experts ? r.masks[e] : 0;
+    const int own = (__popc(mask) + kItemTokens - 1) / kItemTokens * 65536 + (mask != 0);
+    int upto = own;
+#pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int below = __shfl_up_sync(~0u, upto, step);
       if (lane >= step) upto += below;
     }
-    int at = upto - __popc(own);
-    r.used[32 + lane] = at;
-    if (lane == 31) r.counts[0] = r.counts[1] = upto;
-    for (uint32_t bits = own; bits; bits &= bits - 1) r.items[at++] = lane * 32 + __ffs(static_cast<int>(bits)) - 1;
+    if (lane == 31) r.sums[warp] = upto;
+    __syncthreads();
+    const int sum = lane < warps ? r.sums[lane] : 0;
+    const int at = before + upto - own + __reduce_add_sync(~0u, lane < warp ? sum : 0);
+    before += __reduce_add_sync(~0u, sum);
+    if (mask) {
+      r.firsts[e] = at, r.experts[at & 65535] = e;
+      for (int i = 0; i < own >> 16; ++i) r.items[(at >> 16) + i] = e;
+    }
+    __syncthreads();
   }
-  __syncthreads();
-  bool more = false;
+  if (threadIdx.x == 0) r.counts[0] = before >> 16, r.counts[1] = before & 65535;
 #pragma unroll 1
   for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
-    const int id = r.ids[pair];
-    const int place = static_cast<int>(r.used[32 + id / 32]) + __popc(r.used[id / 32] & ((1u << (id % 32)) - 1));
-    int slot = 0;
-#pragma unroll 4
-    for (int i = 0; i < pair; ++i) slot += r.ids[i] == id;
-    r.places[pair] = place, r.slots[pair] = slot;
-    if (slot < kItemTokens) r.rows[place * kItemTokens + slot] = static_cast<int16_t>(pair);
-    more |= slot >= kItemTokens;
-  }
-  if (!__syncthreads_or(more)) return;
-  // Further items, in the order of their first pairs; slots become items.
-  if (warp == 0) {
-    int total = r.counts[1];
-#pragma unroll 1
-    for (int base = 0; base < pairs; base += 32) {
-      const int pair = base + lane, slot = pair < pairs ? r.slots[pair] : 0;
-      const bool first = slot >= kItemTokens && slot % kItemTokens == 0;
-      const unsigned who = __ballot_sync(~0u, first);
-      if (first) {
-        const int item = total + __popc(who & ((1u << lane) - 1)), id = r.ids[pair];
-        r.items[item] = id;
-        int slots = 0;
-#pragma unroll 1
-        for (int i = pair; i < pairs && slots < kItemTokens; ++i) {
-          if (r.ids[i] == id) r.rows[item * kItemTokens + slots++] = static_cast<int16_t>(i);
-        }
-      }
-      total += __popc(who);
-    }
-    if (lane == 0) r.counts[0] = total;
+    const int id = r.ids[pair], at = r.firsts[id];
+    const int slot = __popc(r.masks[id] & ((1u << by_top_k(pair)) - 1));
+    r.places[pair] = at & 65535;
+    r.rows[(at >> 16) * kItemTokens + slot] = static_cast<int16_t>(pair);  // items of an expert are neighbours
   }
   __syncthreads();
 }
@@ -124,7 +124,6 @@ static __device__ __noinline__ void route(const RouterArgs& a, const Routing& r,
   const int together = Routing::together(a);
   float* choices = r.scores + together * a.experts;
   float* kept = choices + together * a.experts;
-  if (threadIdx.x < 32) r.used[threadIdx.x] = 0;
 #pragma unroll 1
   for (int first = 0; first < a.tokens; first += together) {
     const int count = min(together, a.tokens - first);
@@ -144,7 +143,7 @@ static __device__ __noinline__ void route(const RouterArgs& a, const Routing& r,
       select(a, r.scores + n * a.experts, choices + n * a.experts, kept + n * a.n_group, r.candidates + n * kCandidates,
              &id, &weight);
       const int pair = (first + n) * a.top_k + lane;
-      if (lane < a.top_k) r.take_id(a, pair, id), r.take_weight(a, pair, weight, write);
+      if (lane < a.top_k) r.take_id(a, first + n, pair, id), r.take_weight(a, pair, weight, write);
     }
     __syncthreads();
   }

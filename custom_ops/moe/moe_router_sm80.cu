@@ -1,11 +1,11 @@
 // The router of prompts: selection, and the order of tokens by expert, in one launch. Tokens stay on the device.
-#include "moe_select.cuh"
+#include "moe_select_block.cuh"
 
 namespace deltafuse::moe {
 namespace {
 
 constexpr int kWarps = 16;
-static_assert(kWarps * 32 == kScored, "a thread an expert where a block chooses");
+static_assert(kWarps >= kParts, "a warp a part where a block chooses");
 
 // Of a warp: scores, choices, groups; 16 bytes' worth.
 __host__ __device__ __forceinline__ int floats_each(const RouterArgs& a) {
@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   extern __shared__ __align__(16) float shared[];
   __shared__ SoftmaxStats stats[kWarps];
   __shared__ Candidate candidates[kWarps][kCandidates];
-  __shared__ Together together;
+  __shared__ BlockChoice choice;
+  __shared__ int chosen[kMaxTopK];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = p.blocks;
   const int each = floats_each(a);
   int* counts = reinterpret_cast<int*>(shared + kWarps * each);
@@ -84,32 +85,27 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int first = static_cast<int>(int64_t(a.tokens) * block / blocks);
   const int end = static_cast<int>(int64_t(a.tokens) * (block + 1) / blocks);
   // A warp takes a token; a lone token's scores are made by all, and where it is the only one the choice.
-  if (chooses_together(a)) {
-    const int e = threadIdx.x;
-    float score = 0.0f, chosen;
-    uint32_t key = 0;
-    if (e < a.experts) {
-      score = sigmoid_exact(logit_of(a, 0, e));
-      key = order_of(comparable(a.expert_bias ? score + __ldg(a.expert_bias + e) : score));
-    }
-    const int id = select_together(a, key, score, together, &chosen);
-    if (warp == 0) {
-      const float weight = weights_of(a, chosen);
-      if (lane < a.top_k) {
-        p.ids[lane] = id, p.weights[lane] = weight;
-        if (a.ids_out) a.ids_out[lane] = id;
-        if (a.weights_out) a.weights_out[lane] = weight;
-      }
-      order_one(a, p, id);
-    }
-    return;
-  }
   const bool alone = end - first == 1;
+  bool by_parts = chooses_by_parts(a);
+  const ExpertParts parts(a);
   if (alone) {
     auto logit = [&](int, int expert) { return logit_of(a, first, expert); };
     if (a.softmax && warp == 0) softmax_stats(a.experts, [&](int expert) { return logit(0, expert); }, &stats[0]);
     __syncthreads();
     score_tokens(a, 1, logit, stats, shared, shared + a.experts, threadIdx.x, blockDim.x);
+    __syncthreads();
+  }
+  if (by_parts) {
+    const float* choices = shared + a.experts;
+    uint32_t keys[kPartEach];
+    if (warp < parts.count) {
+      part_keys(a, parts, warp, [&](int e) { return order_of(choices[choice_at(a, e)]); }, keys);
+      find_best(a, parts, warp, keys, choice);
+    }
+    __syncthreads();
+    if (warp < parts.count) find_candidates(a, parts, warp, keys, choice);
+    __syncthreads();
+    by_parts = rank_parts(a, choice, warp, kWarps, [&](int j, int expert) { chosen[j] = expert; });
     __syncthreads();
   }
 #pragma unroll 1
@@ -127,7 +123,12 @@ __global__ void __launch_bounds__(kWarps * 32)
     }
     int id;
     float weight;
-    select(a, scores, choices, choices + a.experts, candidates[warp], &id, &weight);
+    if (by_parts) {
+      id = lane < a.top_k ? chosen[lane] : 0;
+      weight = weights_of(a, lane < a.top_k ? scores[id] : 0.0f);
+    } else {
+      select(a, scores, choices, choices + a.experts, candidates[warp], &id, &weight);
+    }
     if (lane < a.top_k) {
       const int64_t pair = int64_t(token) * a.top_k + lane;
       p.ids[pair] = id;

@@ -18,31 +18,32 @@ __device__ __forceinline__ float key_number(uint32_t key) {  // and back
 // NaN counts as minus infinity, and -0 as 0.
 __device__ __forceinline__ float comparable(float x) { return x != x ? __int_as_float(0xff800000) : x + 0.0f; }
 
-// e^x for x <= 0 in float64, to about an ulp; below e^-200 that. NaN stays.
-__device__ __forceinline__ double exp_negative(double x) {
+// e^x for x from -200 to 0 in float64, to about an ulp. Few steps one after the other: a step takes 30 cycles.
+__device__ __forceinline__ double exp_of(double x) {
   constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52: rounds to an integer
-  const double y = x < -200.0 ? -200.0 : x;
-  const double shifted = fma(y, 1.4426950408889634, kMagic), n = shifted - kMagic;
-  const double r = fma(n, -1.9082149292705877e-10, fma(n, -0.6931471803691238, y));
-  const double s = r * r;
-  double even = 1.0 / 479001600.0, odd = 1.0 / 6227020800.0;
-  even = fma(even, s, 1.0 / 3628800.0), odd = fma(odd, s, 1.0 / 39916800.0);
-  even = fma(even, s, 1.0 / 40320.0), odd = fma(odd, s, 1.0 / 362880.0);
-  even = fma(even, s, 1.0 / 720.0), odd = fma(odd, s, 1.0 / 5040.0);
-  even = fma(even, s, 1.0 / 24.0), odd = fma(odd, s, 1.0 / 120.0);
-  even = fma(even, s, 0.5), odd = fma(odd, s, 1.0 / 6.0);
-  even = fma(even, s, 1.0), odd = fma(odd, s, 1.0);
+  const double shifted = fma(x, 1.4426950408889634, kMagic), n = shifted - kMagic;
+  const double r = fma(n, -1.9082149292705877e-10, fma(n, -0.6931471803691238, x));
+  const double s = r * r, s2 = s * s, s3 = s * s2;
+  double even = fma(1.0 / 24.0, s2, fma(0.5, s, 1.0)), odd = fma(1.0 / 120.0, s2, fma(1.0 / 6.0, s, 1.0));
+  double even4 = fma(1.0 / 40320.0, s, 1.0 / 720.0), odd4 = fma(1.0 / 362880.0, s, 1.0 / 5040.0);
+  even4 = fma(fma(1.0 / 479001600.0, s, 1.0 / 3628800.0), s2, even4);
+  odd4 = fma(fma(1.0 / 6227020800.0, s, 1.0 / 39916800.0), s2, odd4);
+  even = fma(even4, s3, even), odd = fma(odd4, s3, odd);
   const double p = fma(odd, r, even);
-  return x != x ? x : __hiloint2double(__double2hiint(p) + (__double2loint(shifted) << 20), __double2loint(p));
+  return __hiloint2double(__double2hiint(p) + (__double2loint(shifted) << 20), __double2loint(p));
 }
+// e^x for x <= 0; below e^-200 that. NaN stays.
+__device__ __forceinline__ double exp_negative(double x) { return x != x ? x : exp_of(x < -200.0 ? -200.0 : x); }
 
 // 1 / (1 + e^-x).
 __device__ __forceinline__ float sigmoid_exact(float logit) {
-  const double x = static_cast<double>(logit), t = exp_negative(-fabs(x)), d = 1.0 + t;
-  const double guess = static_cast<double>(__fdividef(1.0f, static_cast<float>(d)));
+  const double t = exp_of(static_cast<double>(fmaxf(-fabsf(logit), -200.0f))), d = 1.0 + t;
+  double guess;  // to 2^-20
+  asm("rcp.approx.ftz.f64 %0, %1;\n" : "=d"(guess) : "d"(d));
   const double e = fma(-d, guess, 1.0);
   const double r = fma(guess, fma(e, e, e), guess);
-  return static_cast<float>(x < 0.0 ? t * r : r);
+  const float score = static_cast<float>(logit < 0.0f ? t * r : r);
+  return logit != logit ? logit : score;
 }
 
 __device__ __forceinline__ float logit_of(const RouterArgs& a, int64_t token, int expert) {
@@ -367,146 +368,39 @@ __device__ __forceinline__ void select(const RouterArgs& a, const float* scores,
   }
 }
 
-// Chooses from what store_scored left of a token; the whole warp. here: kScored floats of the warp's own. Lane j <
-// top_k gets the j-th expert, and then what its weight is made of.
-__device__ __forceinline__ int select_scored(const RouterArgs& a, int each, const float* scored, float* here,
+// Chooses from what store_scored left of a token; the whole warp. Keys lie as scored_at has it, or (each_apart) by
+// expert. Lane j < top_k gets the j-th expert, and then what its weight is made of.
+__device__ __forceinline__ int select_scored(const RouterArgs& a, int each, bool each_apart, const float* scored,
                                              Candidate* candidates, float* score) {
   constexpr int kEach = kScored / 32;
   const int lane = threadIdx.x % 32;
-  uint4 keys4[kEach / 4];
-#pragma unroll
-  for (int i = 0; i < kEach / 4; ++i)
-    keys4[i] = __ldcg(reinterpret_cast<const uint4*>(scored + kScored) + i * 32 + lane);
-#pragma unroll
-  for (int i = 0; i < kEach / 4; ++i) {
-    reinterpret_cast<uint4*>(here)[i * 32 + lane] = __ldcg(reinterpret_cast<const uint4*>(scored) + i * 32 + lane);
-  }
+  const uint32_t* all = reinterpret_cast<const uint32_t*>(scored) + kScored;
   uint32_t keys[kEach];
+  if (each_apart) {
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const uint4& four = keys4[i / 4];
-    const uint32_t key = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-    keys[i] = i < each && lane * each + i < a.experts ? key : 0;
+    for (int i = 0; i < kEach; ++i) {
+      keys[i] = i < each && lane * each + i < a.experts ? __ldcg(all + lane * each + i) : 0;
+    }
+  } else {
+    uint4 keys4[kEach / 4];
+#pragma unroll
+    for (int i = 0; i < kEach / 4; ++i) keys4[i] = __ldcg(reinterpret_cast<const uint4*>(all) + i * 32 + lane);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      keys[i] = i < each && lane * each + i < a.experts ? word_of(keys4[i / 4], i % 4) : 0;
+    }
   }
   const bool grouped = a.topk_group < a.n_group;
   const unsigned staying = grouped ? mask_easy_groups(a, each, keys) : ~0u;
   const int mine = largest(keys, each, a.top_k, candidates);
-  __syncwarp();
-  *score = lane < a.top_k ? here[scored_at(each, mine)] : 0.0f;
+  *score = lane < a.top_k ? __ldcg(scored + (each_apart ? mine : scored_at(each, mine))) : 0.0f;
   if (grouped && a.masked_weights && !((staying >> (mine / each)) & 1)) *score = 0.0f;
   return mine;
 }
-
-// One token's choice by a block of kScored threads, a thread an expert: a warp alone needs three times as long.
-struct Together {
-  uint2 tops[kScored / 32];  // of a warp: its two largest keys
-  uint32_t maxima[32];       // of half a warp
-  uint32_t keys[kScored];
-  float scores[kScored];
-  Candidate candidates[kCandidates];
-  uint32_t staying, least;
-  int count;
-};
-__host__ __device__ __forceinline__ bool chooses_together(const RouterArgs& a) {
-  const bool grouped = a.topk_group < a.n_group;
-  return a.tokens == 1 && !a.softmax && a.experts <= kScored && a.experts >= 16 * a.top_k &&
-         (!grouped || (a.group_top <= 2 && a.experts / a.n_group % 32 == 0));
-}
-// The top_k largest of s.keys one after the other: many are equal. The whole warp.
-static __device__ __noinline__ int largest_by_one(const Together& s, int top_k) {
-  const int lane = threadIdx.x % 32;
-  Best last{0xffffffffu, -1};
-  int mine = 0;
-#pragma unroll 1
-  for (int j = 0; j < top_k; ++j) {
-    Best best;
-#pragma unroll 1
-    for (int i = lane; i < kScored; i += 32) {
-      if (after(s.keys[i], i, last) && s.keys[i] > best.key) best.key = s.keys[i], best.index = i;
-    }
-    const uint32_t most = __reduce_max_sync(~0u, best.key);
-    last.key = most;
-    last.index = static_cast<int>(__reduce_min_sync(~0u, best.key == most ? static_cast<unsigned>(best.index) : ~0u));
-    if (lane == j) mine = last.index;
-  }
-  return mine;
-}
-// All threads; key 0: no expert. Lane j < top_k of the first warp gets the j-th expert and what its weight is made of.
-__device__ __forceinline__ int select_together(const RouterArgs& a, uint32_t key, float score, Together& s,
-                                               float* chosen) {
-  const int expert = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool grouped = a.topk_group < a.n_group;
-  const int per = grouped ? a.experts / a.n_group / 32 : 1, group = warp / per;  // warps of a group
-  s.scores[expert] = score;
-  if (expert == 0) s.count = 0;
-  unsigned staying = ~0u;
-  if (grouped) {
-    const uint32_t one = __reduce_max_sync(~0u, key);
-    const bool most = key == one, twice = __popc(__ballot_sync(~0u, most)) > 1;
-    const uint32_t two = __reduce_max_sync(~0u, most && !twice ? 0 : key);
-    if (lane == 0) s.tops[warp] = make_uint2(one, two);
-    __syncthreads();
-    if (warp == 0) {
-      uint32_t first = 0, second = 0;
-      if (lane < a.n_group) {
-#pragma unroll 1
-        for (int i = 0; i < per; ++i) {
-          const uint2 other = s.tops[lane * per + i];
-          second = max(max(second, other.y), min(first, other.x));
-          first = max(first, other.x);
-        }
-      }
-      const float total = a.group_top == 2 ? key_number(first) + key_number(second) : key_number(first);
-      const uint32_t own = order_of(comparable(total));
-      int better = 0;
-#pragma unroll 4
-      for (int g = 0; g < a.n_group; ++g) {
-        const uint32_t other = __shfl_sync(~0u, own, g);
-        better += other > own || (other == own && g < lane);
-      }
-      staying = __ballot_sync(~0u, lane < a.n_group && better < a.topk_group);
-      if (lane == 0) s.staying = staying;
-    }
-    __syncthreads();
-    staying = s.staying;
-    if (!((staying >> group) & 1) && key) key = order_of(a.masked_score_zero ? 0.0f : __int_as_float(0xff800000));
-  }
-  const uint32_t low = __reduce_max_sync(~0u, lane < 16 ? key : 0), high = __reduce_max_sync(~0u, lane < 16 ? 0 : key);
-  if (lane == 0) s.maxima[warp * 2] = low, s.maxima[warp * 2 + 1] = high;
-  __syncthreads();
-  if (warp == 0) {
-    const uint32_t best = s.maxima[lane];
-    int ahead = 0;
-#pragma unroll
-    for (int j = 0; j < 32; ++j) ahead += __shfl_sync(~0u, best, j) > best;
-    const uint32_t least = __reduce_min_sync(~0u, ahead < a.top_k ? best : ~0u);
-    if (lane == 0) s.least = max(least, 1u);
-  }
-  __syncthreads();
-  const bool in = key >= s.least;
-  const unsigned who = __ballot_sync(~0u, in);
-  if (who) {
-    int at = 0;
-    if (lane == 0) at = atomicAdd(&s.count, __popc(who));
-    at = __shfl_sync(~0u, at, 0) + __popc(who & ((1u << lane) - 1));
-    if (in && at < kCandidates) s.candidates[at] = Candidate{key, expert};
-  }
-  __syncthreads();
-  const int count = s.count;
-  if (count > kCandidates) {
-    s.keys[expert] = key;
-    __syncthreads();
-  }
-  if (warp != 0) return 0;
-  int mine;
-  if (count > kCandidates) {
-    mine = largest_by_one(s, a.top_k);
-  } else {
-    mine = rank_candidates(s.candidates, count, a.top_k);
-  }
-  *chosen = lane < a.top_k ? s.scores[mine] : 0.0f;
-  if (grouped && a.masked_weights && lane < a.top_k && !((staying >> (mine / 32 / per)) & 1)) *chosen = 0.0f;
-  return mine;
+// Apart: a block that could not choose.
+static __device__ __noinline__ int select_unclear(const RouterArgs& a, int each, const float* scored,
+                                                  Candidate* candidates, float* score) {
+  return select_scored(a, each, true, scored, candidates, score);
 }
 
 }  // namespace deltafuse::moe

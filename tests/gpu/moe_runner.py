@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ except ImportError:  # a checkout that is not installed
     from custom_ops.moe.spec import BIASES, FORMATS, MATRICES, MoeConfig
 
 __all__ = [
+    "LAYER",
     "Call",
     "Kernels",
     "Layer",
@@ -33,12 +35,44 @@ __all__ = [
     "Params",
     "draw_inputs",
     "find_library",
+    "float8",
+    "plain",
     "reference",
     "relative_error",
     "to_numpy",
     "to_torch",
     "tolerance",
 ]
+
+#: A layer as models have it, small.
+LAYER = MoeConfig(
+    num_experts=32,
+    top_k=4,
+    hidden_size=256,
+    intermediate_size=128,
+    shared_intermediate_size=128,
+    n_group=8,
+    topk_group=4,
+    norm_eps=1e-20,
+    routed_scaling_factor=2.5,
+    block_size=128,
+    shared_block_size=128,
+    weight_format="int4",
+    shared_format="int4",
+    has_expert_bias=True,
+    has_ids=True,
+)
+
+
+def plain(layer: MoeConfig) -> MoeConfig:
+    """The layer with weights in the activations' type."""
+    return replace(layer, weight_format="float", shared_format="float", block_size=0, shared_block_size=0)
+
+
+def float8(layer: MoeConfig) -> MoeConfig:
+    """The layer with float8 weights in blocks of 128 rows, and of as many columns as before."""
+    return replace(layer, weight_format="float8", shared_format="float8", block_rows=128, shared_block_rows=128)
+
 
 Array = NDArray[Any]
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -243,7 +277,9 @@ class Kernels:
         self.check(self.face("route")(ctypes.byref(call.params), steps, call.workspace.data_ptr(), stream))
 
     def tune(self, name: str, value: int) -> None:
-        """Change how the process's prompts are driven (``PromptTuning`` of moe_launch.h), for benchmarks and tests.
+        """Change how the process's calls are driven, for benchmarks and tests: prompts (``PromptTuning`` of
+        moe_launch.h) and, with ``decode_`` before the name, few tokens (``DecodeTuning`` of moe_decode.h). ``defaults``
+        undoes all changes.
 
         Raises:
             ValueError: there is no such thing to tune.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,30 +23,12 @@ if find_library() is None:
         "GroupedQMoE's CUDA kernels: no library; set DELTAFUSE_MOE_LIBRARY or build the plugin", allow_module_level=True
     )
 
-from .moe_runner import reference, relative_error, tolerance
+from .moe_runner import LAYER, float8, plain, reference, relative_error, tolerance
 
 DTYPES = ("float32", "float16", "bfloat16")
 
-#: A layer as models have it, small.
-LAYER = MoeConfig(
-    num_experts=32,
-    top_k=4,
-    hidden_size=256,
-    intermediate_size=128,
-    shared_intermediate_size=128,
-    n_group=8,
-    topk_group=4,
-    norm_eps=1e-20,
-    routed_scaling_factor=2.5,
-    block_size=128,
-    shared_block_size=128,
-    weight_format="int4",
-    shared_format="int4",
-    has_expert_bias=True,
-    has_ids=True,
-)
-PLAIN = replace(LAYER, weight_format="float", shared_format="float", block_size=0, shared_block_size=0)
-FLOAT8 = replace(LAYER, weight_format="float8", shared_format="float8", block_rows=128, shared_block_rows=128)
+PLAIN = plain(LAYER)
+FLOAT8 = float8(LAYER)
 #: The geometry of the small exports.
 SMALL = MoeConfig(
     16, 4, 64, 32, 32, n_group=4, topk_group=2, routed_scaling_factor=2.5, has_expert_bias=True, has_ids=True
@@ -124,13 +105,6 @@ CASES = (
     "large-activations",
 )
 TOKENS = (1, 7, 32, 33, 150)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[Kernels]:
-    library = find_library()
-    assert library is not None
-    yield Kernels(library)
 
 
 def allowed(config: MoeConfig, dtype: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -23,35 +22,11 @@ if find_library() is None:
         "GroupedQMoE's CUDA kernels: no library; set DELTAFUSE_MOE_LIBRARY or build the plugin", allow_module_level=True
     )
 
-from .moe_runner import reference, relative_error, tolerance
+from .moe_runner import LAYER as SMALL
+from .moe_runner import float8, plain, reference, relative_error, tolerance
 
-LAYER = MoeConfig(
-    num_experts=64,
-    top_k=8,
-    hidden_size=384,
-    intermediate_size=256,
-    shared_intermediate_size=128,
-    n_group=8,
-    topk_group=4,
-    routed_scaling_factor=2.5,
-    block_size=128,
-    shared_block_size=128,
-    weight_format="int4",
-    shared_format="int4",
-    has_expert_bias=True,
-    has_ids=True,
-)
+LAYER = replace(SMALL, num_experts=64, top_k=8, hidden_size=384, intermediate_size=256, norm_eps=0.0)
 #: Settings of ``DecodeTuning`` (moe_decode.h), beside its own.
-DEFAULTS = {
-    "tokens": 32,
-    "first_threads": 512,
-    "first_blocks": 0,
-    "split": 2,
-    "second_threads": 256,
-    "many_threads": 384,
-    "dependent": 1,
-    "prefetch": 3,
-}
 TUNINGS: tuple[dict[str, int], ...] = (
     {"split": 1},
     {"split": 4},
@@ -65,27 +40,14 @@ TUNINGS: tuple[dict[str, int], ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[Kernels]:
-    library = find_library()
-    assert library is not None
-    yield Kernels(library)
-
-
-@pytest.fixture
-def tuned(kernels: Kernels) -> Iterator[Kernels]:
-    """The kernels; what a test tunes is put back."""
-    yield kernels
-    for name, value in DEFAULTS.items():
-        kernels.tune(f"decode_{name}", value)
-
-
 def check(kernels: Kernels, config: MoeConfig, tokens: int, case: str = "normal", dtype: str = "bfloat16") -> None:
     inputs = draw_inputs(config, tokens, np.random.default_rng(tokens), case, dtype)
     want, got = reference(config, inputs), kernels.run(config, inputs)
     np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
     assert relative_error(got["expert_weights"], want["expert_weights"]) < 1e-6
-    assert relative_error(got["y"], want["y"]) <= tolerance("cuda", dtype)
+    # Prompts of float8 weights have float8 activations too.
+    allowed = tolerance("cuda", "float8_activations" if config.weight_format == "float8" else dtype)
+    assert relative_error(got["y"], want["y"]) <= allowed
 
 
 @pytest.mark.parametrize("tuning", TUNINGS, ids=lambda t: ",".join(f"{k}={v}" for k, v in t.items()))
@@ -156,9 +118,14 @@ def test_a_gate_beside_given_logits(kernels: Kernels, tokens: int) -> None:
     check(kernels, replace(LAYER, has_router_weight=False, has_shared_gate=True, has_router_bias=True), tokens)
 
 
-@pytest.mark.parametrize("tokens", (31, 32, 33))
-def test_where_prompts_begin(tuned: Kernels, tokens: int) -> None:
-    check(tuned, LAYER, tokens, dtype="float16")
-    tuned.tune("decode_tokens", 0)
-    check(tuned, LAYER, tokens, dtype="float16")
-    tuned.tune("decode_tokens", 32)
+@pytest.mark.parametrize(
+    ("layer", "limit"), ((LAYER, 32), (plain(LAYER), 8), (float8(LAYER), 8)), ids=("int4", "plain", "float8")
+)
+def test_where_prompts_begin(tuned: Kernels, layer: MoeConfig, limit: int) -> None:
+    """By format, and both ways on each side of it."""
+    for tokens in (limit - 1, limit, limit + 1):
+        check(tuned, layer, tokens, dtype="float16")
+    for setting in (0, 32):
+        tuned.tune("decode_tokens", setting)
+        check(tuned, layer, limit, dtype="float16")
+        check(tuned, layer, 20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,12 +15,15 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("GroupedQMoE's CUDA kernels: no GPU here", allow_module_level=True)
 
+from .moe_runner import LAYER as SMALL
 from .moe_runner import (
     Call,
     Kernels,
     MoeConfig,
     draw_inputs,
     find_library,
+    float8,
+    plain,
     reference,
     relative_error,
     to_torch,
@@ -33,29 +35,10 @@ if find_library() is None:
         "GroupedQMoE's CUDA kernels: no library; set DELTAFUSE_MOE_LIBRARY or build the plugin", allow_module_level=True
     )
 
-#: What the kernels do unless they are told otherwise.
-DEFAULTS = {"tokens": 0, "stages": 0, "dynamic": 1, "keep_weights": 0, "few": 32, "merge": 1}
-FAST_FROM = 512
 
-LAYER = MoeConfig(
-    num_experts=64,
-    top_k=6,
-    hidden_size=192,
-    intermediate_size=128,
-    shared_intermediate_size=128,
-    n_group=8,
-    topk_group=4,
-    norm_eps=1e-20,
-    routed_scaling_factor=2.5,
-    block_size=128,
-    shared_block_size=128,
-    weight_format="int4",
-    shared_format="int4",
-    has_expert_bias=True,
-    has_ids=True,
-)
-PLAIN = replace(LAYER, weight_format="float", shared_format="float", block_size=0, shared_block_size=0)
-FLOAT8 = replace(LAYER, weight_format="float8", shared_format="float8", block_rows=128, shared_block_rows=128)
+LAYER = replace(SMALL, num_experts=64, top_k=6, hidden_size=192)
+PLAIN = plain(LAYER)
+FLOAT8 = float8(LAYER)
 
 ROUTERS: dict[str, MoeConfig] = {
     "groups by two": LAYER,
@@ -87,22 +70,6 @@ CASES = (
     "low-logits",
     "large-activations",
 )
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[Kernels]:
-    library = find_library()
-    assert library is not None
-    yield Kernels(library)
-
-
-@pytest.fixture
-def tuned(kernels: Kernels) -> Iterator[Kernels]:
-    """The kernels; what a test tunes is put back."""
-    yield kernels
-    for name, value in DEFAULTS.items():
-        kernels.tune(name, value)
-    kernels.tune("fast_logits", FAST_FROM)
 
 
 @pytest.mark.parametrize("router_dtype", ("float32", "bfloat16"))

@@ -26,10 +26,6 @@ from bench.bench_moe import COPY_BYTES_PER_S, FORMS, LING, check, chosen, draw, 
 from gpu.moe_runner import Call, Kernels, Layer, find_library, tolerance
 
 Way = dict[str, int]
-DEFAULTS: Way = {
-    "tokens": 32, "first_threads": 512, "first_blocks": 0, "split": 2, "second_threads": 256, "many_threads": 384,
-    "dependent": 1, "prefetch": 3,
-}  # fmt: skip
 ONE_TOKEN: tuple[Way, ...] = (
     {},
     {"dependent": 0},
@@ -79,7 +75,8 @@ class Tuner:
         torch.cuda.synchronize()
 
     def use(self, way: Way) -> None:
-        for name, value in {**DEFAULTS, **way}.items():
+        self.kernels.tune("defaults", 0)
+        for name, value in way.items():
             self.kernels.tune(f"decode_{name}", value)
 
     def calls(self, tokens: int) -> list[Call]:
