@@ -64,7 +64,8 @@ int deltafuse_moe_cuda_tune(const char* name, int value) {
                {"keep_weights", &tuning.keep_weights},
                {"few", &tuning.few},
                {"merge", &tuning.merge},
-               {"fast_logits", &tuning.fast_logits}};
+               {"fast_logits", &tuning.fast_logits},
+               {"dependent", &tuning.dependent}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) == 0) {
       *one.value = value;
