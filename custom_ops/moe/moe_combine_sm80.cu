@@ -5,13 +5,16 @@
 namespace deltafuse::moe {
 namespace {
 
-// A warp a row.
+constexpr int kFloat8Rows = 4;  // of a warp
 template <typename T>
 __global__ void __launch_bounds__(256) float8_kernel(Float8Args a) {
-  const int64_t row = int64_t(blockIdx.x) * 8 + threadIdx.x / 32;
+  const int64_t row = (int64_t(blockIdx.x) * 8 + threadIdx.x / 32) * kFloat8Rows;
   wait_previous();
   release_next();
-  if (row < a.rows) float8_rows<T, 1, 10>(a, row, 1, 1);
+  if (row >= a.rows) return;
+  const int count = static_cast<int>(min(a.rows - row, int64_t{kFloat8Rows}));
+  if (a.cols <= 1024) return float8_rows<T, kFloat8Rows, 4>(a, row, 1, count);
+  for (int i = 0; i < count; ++i) float8_rows<T, 1, 10>(a, row + i, 1, 1);
 }
 
 // Elements of a row that a thread takes: 16 bytes, or one where rows are not made of those. Read once, kept as they
@@ -129,7 +132,7 @@ cudaError_t combine(const CombineArgs& a, const DeviceInfo& device, cudaStream_t
 
 cudaError_t launch_float8(const Float8Args& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {
   const auto kernel = dtype == DType::kFloat16 ? float8_kernel<__half> : float8_kernel<__nv_bfloat16>;
-  const unsigned blocks = static_cast<unsigned>((args.rows + 7) / 8);
+  const unsigned blocks = static_cast<unsigned>((args.rows + 8 * kFloat8Rows - 1) / (8 * kFloat8Rows));
   return launch_dependent(kernel, {blocks, 256}, device, stream, args);
 }
 

@@ -25,9 +25,9 @@ struct ChainParts {
   unsigned char* out;  // [rows, hidden size]
   TokenTile* tiles;
   int32_t* num_tiles;
-  uint32_t* counters;      // one a product
-  uint32_t *ready, *done;  // GemmPair's
-  int64_t tile_count;      // numbers that each of these has
+  uint32_t* counters;            // one a product
+  uint32_t *stored, *converted;  // GemmPair's
+  int64_t tile_count;            // numbers of each of these
   int h_stride, tile_tokens;
   int64_t rows, own_rows, max_tiles;
   bool first_hopper, second_hopper;
@@ -52,8 +52,8 @@ ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, 
   c.tile_tokens = std::min(product_tokens(first, c.first_hopper, tokens, pairs),
                            product_tokens(second, c.second_hopper, tokens, pairs));
   c.max_tiles = pairs / c.tile_tokens + std::min<int64_t>(pairs, first.count);
-  c.together = c.first_hopper && c.second_hopper && first.pack == second.pack && first.sub == second.sub &&
-               first.zeros == second.zeros;
+  c.together = prompt_tuning().together && c.first_hopper && c.second_hopper && first.pack == second.pack &&
+               first.sub == second.sub && first.zeros == second.zeros;
   if (c.together) c.tile_count = c.max_tiles + (shared_first ? (tokens + c.tile_tokens - 1) / c.tile_tokens : 0);
   c.tiles = parts.take<TokenTile>(c.max_tiles);
   c.num_tiles = parts.take<int32_t>(1);
@@ -117,8 +117,9 @@ ManyParts many_parts(const CudaLayer& layer, const Params& p, int64_t tokens, co
   m.zeros = parts.take<uint32_t>(m.zero_count);
   if (m.zeros) {
     m.experts.counters = m.zeros, m.shared.counters = m.zeros + kCounters / 2;
-    m.experts.ready = m.zeros + kCounters, m.experts.done = m.experts.ready + m.experts.tile_count;
-    m.shared.ready = m.experts.done + m.experts.tile_count, m.shared.done = m.shared.ready + m.shared.tile_count;
+    m.experts.stored = m.zeros + kCounters, m.experts.converted = m.experts.stored + m.experts.tile_count;
+    m.shared.stored = m.experts.converted + m.experts.tile_count;
+    m.shared.converted = m.shared.stored + m.shared.tile_count;
   }
   m.used = parts.used();
   return m;
@@ -144,7 +145,7 @@ const char* run_chain(const Chain& chain, const ChainParts& c, const Params& p, 
     if (!hopper) return launch_gemm_sm80(*g, p.dtype, c.max_tiles, stream);
     GemmPair pair{};
     std::copy(g, g + count, pair.product);
-    pair.count = count, pair.ready = c.ready, pair.done = c.done;
+    pair.count = count, pair.stored = c.stored, pair.converted = c.converted;
     for (GemmArgs& one : pair.product) {
       one.tuning = prompt_tuning();
       one.counter = one.tuning.dynamic ? counter : nullptr;

@@ -11,7 +11,6 @@ struct LaunchForm {
   dim3 grid;
   int threads;
   size_t shared = 0;         // dynamic bytes a block
-  unsigned cluster_y = 1;    // blocks of a cluster, along y
   bool cooperative = false;  // all blocks must be there at once; such a launch waits for the one before
 };
 
@@ -25,27 +24,21 @@ cudaError_t launch_dependent(void (*kernel)(Formal...), const LaunchForm& form, 
   if (status != cudaSuccess) return status;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attributes[2] = {};
-  unsigned count = 0;
+  cudaLaunchAttribute attribute{};
   if (form.cooperative) {
-    attributes[count].id = cudaLaunchAttributeCooperative;
-    attributes[count++].val.cooperative = 1;
-  } else if (device.capability >= 90 && prompt_tuning().dependent) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (form.cluster_y > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = attributes[count].val.clusterDim.z = 1;
-    attributes[count++].val.clusterDim.y = form.cluster_y;
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   cudaLaunchConfig_t config{};
   config.gridDim = form.grid;
   config.blockDim = dim3(static_cast<unsigned>(form.threads));
   config.dynamicSmemBytes = form.shared;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
+  config.attrs = &attribute;
+  config.numAttrs = form.cooperative || device.capability >= 90 ? 1 : 0;
   status = cudaLaunchKernelEx(&config, kernel, args...);
   return status == cudaSuccess ? cudaGetLastError() : status;
 }

@@ -58,8 +58,7 @@ __device__ __forceinline__ void begin_float8(uint32_t left, uint32_t right, floa
   commit();
 }
 template <int M, int N>
-__device__ __forceinline__ void end_float8(uint32_t weight_scales, int first, float (&part)[M / 2], float (&d)[N / 2]) {
-  const float s0 = load_one(weight_scales), s1 = load_one(weight_scales + 32);
+__device__ __forceinline__ void end_float8(float s0, float s1, int first, float (&part)[M / 2], float (&d)[N / 2]) {
   pin(part);
 #pragma unroll
   for (int i = 0; i < M / 2; ++i) {
@@ -163,6 +162,12 @@ __device__ __forceinline__ void multiply(const Packed& w, const StageLayout& lay
         begin_float8<kPart>(a8 + i / kEach * 512, b8 + i % kEach * kPart * 8, part[i % kSets]);
       };
       begin(0);
+      float row_scales[2][2];  // of the thread's rows
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_scales[half][0] = load_one(tails + (unit0 + half) * 256);
+        row_scales[half][1] = load_one(tails + (unit0 + half) * 256 + 32);
+      }
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
         if (kSets == 2 && i + 1 < kTurns) {
@@ -171,7 +176,8 @@ __device__ __forceinline__ void multiply(const Packed& w, const StageLayout& lay
         } else {
           wait<0>();
         }
-        end_float8<kPart, N>(tails + (unit0 + i / kEach) * 256, i % kEach * kPart, part[i % kSets], d[i / kEach]);
+        end_float8<kPart, N>(row_scales[i / kEach][0], row_scales[i / kEach][1], i % kEach * kPart, part[i % kSets],
+                             d[i / kEach]);
         if (kSets == 1 && i + 1 < kTurns) begin(i + 1);
       }
     } else {

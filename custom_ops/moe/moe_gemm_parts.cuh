@@ -11,9 +11,10 @@ namespace sm90 {
 // Two warpgroups multiply two units each. Where tiles have few tokens integers take four of one unit: converting them
 // takes longer than anything else then, and more warps wait for each other's latencies.
 __host__ __device__ constexpr int consumers(int units) { return 512 / units; }
-constexpr int kFewTokens = 64;   // of such tiles, at most
-constexpr int kProducers = 128;  // the registers of whole warpgroups can be dealt out anew
-constexpr int kFetchers = 96;    // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
+constexpr int kFewTokens = 64;    // of such tiles, at most
+constexpr int kProducers = 128;   // the registers of whole warpgroups can be dealt out anew
+constexpr int kConverters = 128;  // float8: they turn what is between the products into float8
+constexpr int kFetchers = 96;     // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
 constexpr int kMostStages = 6;
 constexpr int kSlots = 4;  // tiles that are known ahead
 
@@ -59,19 +60,28 @@ struct Work {
   int32_t again;       // other tiles read the same weights
   int32_t product;     // of the pair
   int32_t token_tile;  // of the list; the shared expert's lie behind it
-  // First product: how many tiles there are of these tokens. Second: how many warps have to store tokens before they
-  // can be read.
-  uint32_t needed;
+  int32_t needed;      // tiles of the first product that must be stored before the second one reads these tokens
 };
+
+// Tokens between the products: which tile of them, its first row, how many, how many tiles of the first product they
+// have. tile -1: there are none.
+struct Tokens {
+  int32_t tile, start, count, needed;
+};
+constexpr int kBoxes = 4;
 
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
+  // Tiles of the first product whose end the fetchers wait for.
+  Tokens pending[2];
+  // Float8: tokens for the converters.
+  uint64_t box_full[kBoxes], box_empty[kBoxes];
+  Tokens box[kBoxes];
   uint64_t ready[kSlots], free[kSlots];
   Work work[kSlots];
-  int32_t last;  // float8: the block has stored the last tile of these tokens
 };
 
-// Rows that other blocks store: how many warps have, and until so many have. What the others stored before is seen.
+// Tiles that other blocks store. What was stored before a number is added is seen by those who see the number.
 __device__ __forceinline__ void one_more(uint32_t* count) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;\n" ::"l"(count) : "memory");
 }
@@ -80,11 +90,10 @@ __device__ __forceinline__ uint32_t before_one_more(uint32_t* count) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(there) : "l"(count) : "memory");
   return there;
 }
-__device__ __forceinline__ void wait_until(const uint32_t* count, uint32_t needed) {
+__device__ __forceinline__ uint32_t how_many(const uint32_t* count) {
   uint32_t there;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(there) : "l"(count) : "memory");
-  } while (there < needed);
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(there) : "l"(count) : "memory");
+  return there;
 }
 
 // Scales of a tile's float8 tokens.
@@ -97,6 +106,8 @@ __device__ __forceinline__ void init_barriers(Shared& s, int stages, int consume
   }
   for (int i = 0; i < kSlots; ++i) {
     barrier_init(&s.ready[i], 1);
+    barrier_init(&s.box_full[i], 1);
+    barrier_init(&s.box_empty[i], kConverters / 32);
     barrier_init(&s.free[i], (consumers + kFetchers) / 32);
   }
   barrier_init_fence();
@@ -114,9 +125,9 @@ __device__ __forceinline__ uint32_t tile_count(const GemmArgs& a, int listed, in
   return static_cast<uint32_t>(listed) * a.weights.tiles + static_cast<uint32_t>(shared_tiles) * a.shared.tiles;
 }
 
-// The tile of a number, where the list has `listed`; `warps` of a block multiply. The shared expert's tiles, which read
+// The tile of a number, where the list has `listed`. The shared expert's tiles, which read
 // little, are spread over the experts', which read much.
-__device__ __forceinline__ Work locate(const GemmPair& pair, int listed, uint32_t index, int warps) {
+__device__ __forceinline__ Work locate(const GemmPair& pair, int listed, uint32_t index) {
   Work work{};
   const GemmArgs& a0 = pair.product[0];
   const int shared_tiles = a0.shared.count ? (a0.shared_rows + a0.tile_tokens - 1) / a0.tile_tokens : 0;
@@ -141,7 +152,6 @@ __device__ __forceinline__ Work locate(const GemmPair& pair, int listed, uint32_
   work.stages = w.stages, work.factor = 1.0f;
   work.token_tile = is_shared ? listed + token_tile : token_tile;
   work.needed = is_shared ? a0.shared.tiles : a0.weights.tiles;
-  if (work.product) work.needed = w.pack == Pack::kFloat8 ? warps : work.needed * warps;
   int expert = 0;
   if (is_shared) {
     const int each = ((a.shared_rows + shared_tiles - 1) / shared_tiles + 7) / 8 * 8;
@@ -164,12 +174,12 @@ __device__ __forceinline__ Work locate(const GemmPair& pair, int listed, uint32_
 // The thread that fetches weights. It alone knows which tile is next, and looks it up while there are stages to wait
 // for.
 __device__ __forceinline__ void fetch_weights(const GemmPair& pair, const StageLayout& layout, uint32_t base,
-                                              Shared& shared, int warps) {
+                                              Shared& shared) {
   const GemmArgs& a = pair.product[0];  // in what is asked of it both are alike
   const uint32_t stage_bytes = a.weights.stage_bytes();
   const int listed = *a.num_tiles;
   uint32_t index = blockIdx.x;
-  Work work = locate(pair, listed, index, warps);
+  Work work = locate(pair, listed, index);
   Pipeline at;
   for (int turn = 0;; ++turn) {
     const int slot = turn % kSlots;
@@ -189,7 +199,7 @@ __device__ __forceinline__ void fetch_weights(const GemmPair& pair, const StageL
       at.next(layout.stages);
       // Late enough to leave tiles to others, early enough not to wait.
       if (k == max(stages - 5, 0)) index = a.counter ? gridDim.x + atomicAdd(a.counter, 1u) : index + gridDim.x;
-      if (k == max(stages - 3, 0)) work = locate(pair, listed, index, warps);
+      if (k == max(stages - 3, 0)) work = locate(pair, listed, index);
     }
   }
 }
@@ -205,6 +215,24 @@ __device__ __forceinline__ void fetch_tokens(const GemmPair& pair, const StageLa
   // Every other row's chunk has bit 2 of its place turned over: twelve is four more than eight.
   const uint32_t to0 = base + layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
   Pipeline at;
+  // The first product's tiles are handed on late, when nobody has to wait any more until they are stored; or when the
+  // second product has to wait itself. Float8: who hands on the last tile of some tokens also turns them into float8.
+  int boxes = 0;
+  auto to_box = [&](const Tokens& tokens) {
+    const int box = boxes % kBoxes;
+    barrier_wait(&shared.box_empty[box], (boxes / kBoxes & 1) ^ 1);
+    shared.box[box] = tokens;
+    barrier_arrive(&shared.box_full[box]);
+    ++boxes;
+  };
+  auto hand_on = [&](int turn) {
+    const Tokens tokens = shared.pending[turn & 1];
+    if (turn < 0 || tokens.tile < 0) return;
+    shared.pending[turn & 1].tile = -1;
+    barrier_wait(&shared.free[turn % kSlots], turn / kSlots & 1);
+    if (P != Pack::kFloat8) return one_more(pair.stored + tokens.tile);
+    if (before_one_more(pair.stored + tokens.tile) + 1 == static_cast<uint32_t>(tokens.needed)) to_box(tokens);
+  };
   for (int turn = 0;; ++turn) {
     const int slot = turn % kSlots;
     barrier_wait(&shared.ready[slot], turn / kSlots & 1);
@@ -212,7 +240,21 @@ __device__ __forceinline__ void fetch_tokens(const GemmPair& pair, const StageLa
     const int count = work.count, start = work.x_start, stages = work.stages;
     const bool gathered = work.gathered;
     const GemmArgs& a = pair.product[work.product];
-    if (work.product && threadIdx.x % 32 == 0) wait_until(pair.ready + work.token_tile, work.needed);
+    if (pair.count == 2 && threadIdx.x % 32 == 0) {
+      auto there = [&] {
+        if (count == 0 || work.product == 0) return true;
+        if (P == Pack::kFloat8) return how_many(pair.converted + work.token_tile) >= kConverters / 32;
+        return how_many(pair.stored + work.token_tile) >= static_cast<uint32_t>(work.needed);
+      };
+      if (thread == 0) {
+        hand_on(turn - 2);
+        if (count == 0 || !there()) hand_on(turn - 1);
+        shared.pending[turn & 1] = {count && work.product == 0 ? work.token_tile : -1, work.start, count, work.needed};
+        if (P == Pack::kFloat8 && count == 0) to_box({-1, 0, 0, 0});
+      }
+      while (!there()) {
+      }
+    }
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&shared.free[slot]);
     if (count == 0) break;

@@ -1,7 +1,6 @@
 // The experts' products on Hopper: what becomes of a tile's sums. Rows of the result lie as anybody would store them.
 #pragma once
 
-#include "moe_float8_rows.cuh"
 #include "moe_gemm_multiply.cuh"
 
 namespace deltafuse::moe {
@@ -181,40 +180,6 @@ __device__ __forceinline__ void store(const GemmArgs& a, const Work& work, const
   }
   if (!joined) return store_rows<T, P, N, U, false>(a, work, corner, d);
   store_rows<T, P, N, U, true>(a, work, corner, d);
-}
-
-// The first product's tile is stored: the second one may read it. Float8: the block that stores the last of all
-// channels of the tile's tokens turns them into float8, while they are in the L2. All that multiply.
-template <typename T, Pack P, int kConsumers>
-__device__ __forceinline__ void hand_on(const GemmPair& pair, const Work& work, Shared& shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if constexpr (P == Pack::kFloat8) {
-    constexpr int kWarps = kConsumers / 32, kRows = 8;
-    named_barrier(1, kConsumers);
-    if (threadIdx.x == 0) shared.last = before_one_more(pair.done + work.token_tile) + 1 == work.needed;
-    named_barrier(1, kConsumers);
-    if (!shared.last) return;
-    const GemmArgs &from = pair.product[0], &to = pair.product[1];
-    const bool is_shared = to.shared.count && work.start >= to.shared_out;
-    const Float8Args a{from.out,
-                       from.out_stride,
-                       (is_shared ? to.shared : to.weights).blocks() * 128,
-                       static_cast<int32_t>(to.x_stride / 128),
-                       0,
-                       static_cast<uint8_t*>(const_cast<void*>(to.x)),
-                       const_cast<float*>(to.x_scale)};
-    if (a.cols <= 1024) {
-#pragma unroll 1
-      for (int r = warp; r < work.count; r += kRows * kWarps) {
-        float8_rows<T, kRows, 4>(a, work.start + r, kWarps, (work.count - r + kWarps - 1) / kWarps);
-      }
-    } else {
-#pragma unroll 1
-      for (int r = warp; r < work.count; r += kWarps) float8_rows<T, 1, 10>(a, work.start + r, 1, 1);
-    }
-    __syncwarp();
-  }
-  if (lane == 0) one_more(pair.ready + work.token_tile);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

@@ -7,18 +7,15 @@ namespace deltafuse::moe {
 
 // What the passes leave each other. Sums of the first pass are off by at most `gamma` |x| |w| (see NOTES.md).
 struct FastLogits {
-  // The router's, as one or two bfloat16 terms: [tiles, 64 columns, first or second unit of 64 rows, terms, warpgroups]
-  unsigned char* weights;
-  float* norms;       // [E], from above
-  int32_t* counts;    // [E] tokens that need an expert's logit in float64
-  int32_t* lists;     // [E, tokens] which
-  uint16_t* few;      // [tokens, kFew] which experts need it, the other way round; or null
-  uint32_t* barrier;  // of the selection: becomes zero
+  unsigned char* weights;  // the router's, as one or two bfloat16 terms: [tiles, stages, terms, 4 units of 64 rows]
+  float* norms;            // [E], from above
+  int32_t* counts;         // [E] tokens that need an expert's logit in float64
+  int32_t* lists;          // [E, tokens] which
+  uint16_t* few;           // [tokens, kFew] which experts need it, the other way round; or null
+  uint32_t* barrier;       // of the selection: becomes zero
   int32_t tiles, stages, terms;
   float gamma;
 };
-
-constexpr int kFastStage = 16384;  // bytes of a term and two units
 
 // A token's experts in `few`, kNoExpert after them; in two more places (low half first) which groups stay for certain.
 // More of them, or a token that needs care: the first is kAnyExpert.

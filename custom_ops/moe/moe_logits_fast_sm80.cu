@@ -25,10 +25,7 @@ __global__ void __launch_bounds__(256) split_kernel(RouterArgs a, FastLogits f, 
   if (there && lane == 0) f.counts[row] = 0;
   if (blockIdx.x == 0 && threadIdx.x == 0) *f.barrier = 0;
   const W* from = static_cast<const W*>(a.weight) + int64_t(row) * a.hidden;
-  const int unit = row % 256 / 64;  // a warpgroup has two: the first ones of both lie together
-  const int term_bytes = kFastStage, stage_bytes = f.terms * term_bytes;
-  unsigned char* to =
-      f.weights + (int64_t(row / 256) * f.stages * 2 + unit % 2) * stage_bytes + unit / 2 * 8192 + row % 64 * 128;
+  unsigned char* to = f.weights + int64_t(row / 256) * f.stages * f.terms * 32768 + row % 256 * 128;
   float squares = 0.0f;
   for (int chunk = lane; chunk < f.stages * 8; chunk += 32) {
     float v[8];
@@ -37,7 +34,7 @@ __global__ void __launch_bounds__(256) split_kernel(RouterArgs a, FastLogits f, 
       v[i] = there && chunk * 8 < a.hidden ? to_float(from[chunk * 8 + i]) : 0.0f;
       squares = fmaf(v[i], v[i], squares);
     }
-    unsigned char* at = to + int64_t(chunk / 8) * 2 * stage_bytes + ((chunk % 8 ^ row % 8) * 16);
+    unsigned char* at = to + int64_t(chunk / 8) * f.terms * 32768 + ((chunk % 8 ^ row % 8) * 16);
     for (int term = 0; term < f.terms; ++term) {
       uint32_t words[4];
 #pragma unroll
@@ -46,7 +43,7 @@ __global__ void __launch_bounds__(256) split_kernel(RouterArgs a, FastLogits f, 
         const float2 taken = unpack_pair(words[i], __nv_bfloat16());
         v[2 * i] -= taken.x, v[2 * i + 1] -= taken.y;
       }
-      *reinterpret_cast<uint4*>(at + term * term_bytes) = make_uint4(words[0], words[1], words[2], words[3]);
+      *reinterpret_cast<uint4*>(at + term * 32768) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
   for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);

@@ -216,32 +216,6 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, u
       "l"(global), "r"(bytes), "r"(address(bar)), "l"(policy)
       : "memory");
 }
-// The same to all blocks of the cluster that `mask` has, to their barriers too.
-__device__ __forceinline__ void bulk_copy_to_all(uint32_t shared, const void* global, uint32_t bytes, uint64_t* bar,
-                                                 uint16_t mask, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1], "
-      "%2, [%3], %4, %5;\n" ::"r"(shared),
-      "l"(global), "r"(bytes), "r"(address(bar)), "h"(mask), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
-}
-// At the same barrier of another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* bar, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, "
-      "%1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 "
-      "_, [there];\n}\n" ::"r"(address(bar)),
-      "r"(rank)
-      : "memory");
-}
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
