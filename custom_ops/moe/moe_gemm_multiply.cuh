@@ -64,6 +64,7 @@ __device__ __forceinline__ void end_float8(float s0, float s1, int first, float 
   for (int i = 0; i < M / 2; ++i) {
     float& to = d[first / 2 + i];
     to = fmaf(part[i], i % 4 < 2 ? s0 : s1, to);
+    asm volatile("" : "+f"(to));  // before the next product begins
   }
 }
 
@@ -72,8 +73,8 @@ __device__ __forceinline__ void end_float8(float s0, float s1, int first, float 
 // operand is read again for each.
 template <int N>
 struct Float8Parts {
-  static constexpr int kTokens = N > 128 ? N / 2 : N;
-  static constexpr int kSets = N <= 96 ? 2 : 1;
+  static constexpr int kTokens = N > 128 ? N / 2 : N == 128 ? 64 : N;
+  static constexpr int kSets = N <= 128 ? 2 : 1;
 };
 
 // Integers become T in registers, one step of 16 columns ahead of the tensor cores. 128 columns a stage. Calls `early`
@@ -144,6 +145,7 @@ __device__ __forceinline__ void multiply(const Packed& w, const StageLayout& lay
 #pragma unroll
     for (int i = 0; i < kSets; ++i) pin(part[i]);
   }
+  float last[2] = {};  // scales of the sums that are not scaled yet
   for (int k = 0; k < stages; ++k) {
     const int at = reader.at.stage;
     barrier_wait(&shared.full[at], reader.at.phase);
@@ -161,24 +163,36 @@ __device__ __forceinline__ void multiply(const Packed& w, const StageLayout& lay
       auto begin = [&](int i) {
         begin_float8<kPart>(a8 + i / kEach * 512, b8 + i % kEach * kPart * 8, part[i % kSets]);
       };
-      begin(0);
-      float row_scales[2][2];  // of the thread's rows
+      float scales[2][2];  // of the thread's rows
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        row_scales[half][0] = load_one(tails + (unit0 + half) * 256);
-        row_scales[half][1] = load_one(tails + (unit0 + half) * 256 + 32);
+        scales[half][0] = load_one(tails + (unit0 + half) * 256);
+        scales[half][1] = load_one(tails + (unit0 + half) * 256 + 32);
       }
-#pragma unroll
-      for (int i = 0; i < kTurns; ++i) {
-        if (kSets == 2 && i + 1 < kTurns) {
-          begin(i + 1);
-          wait<1>();
-        } else {
-          wait<0>();
-        }
-        end_float8<kPart, N>(row_scales[i / kEach][0], row_scales[i / kEach][1], i % kEach * kPart, part[i % kSets],
+      auto end = [&](int i) {
+        end_float8<kPart, N>(scales[i / kEach][0], scales[i / kEach][1], i % kEach * kPart, part[i % kSets],
                              d[i / kEach]);
-        if (kSets == 1 && i + 1 < kTurns) begin(i + 1);
+      };
+      begin(0);
+      if constexpr (kSets == 2) {
+        // The last sums of the stage before (zeros, before the first one).
+        end_float8<kPart, N>(last[0], last[1], (kEach - 1) * kPart, part[1], d[1]);
+#pragma unroll
+        for (int i = 1; i < kTurns; ++i) {
+          begin(i);
+          wait<1>();
+          end(i - 1);
+        }
+        wait<0>();
+        pin(part[1]);
+        last[0] = scales[1][0], last[1] = scales[1][1];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kTurns; ++i) {
+          wait<0>();
+          end(i);
+          if (i + 1 < kTurns) begin(i + 1);
+        }
       }
     } else {
       multiply_integers<T, P, N, U, kPlainScales>(
@@ -192,6 +206,10 @@ __device__ __forceinline__ void multiply(const Packed& w, const StageLayout& lay
     reader.at.next(layout.stages);
   }
   if constexpr (P == Pack::kInt4 || P == Pack::kInt8) wait<0>();
+  if constexpr (P == Pack::kFloat8 && kSets == 2) {
+    constexpr int kEach = N / kPart;
+    end_float8<kPart, N>(last[0], last[1], (kEach - 1) * kPart, part[1], d[1]);
+  }
 #pragma unroll
   for (int half = 0; half < U; ++half) pin(d[half]);
 }

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(threads(P, U), 1)
   wait_previous();
   release_next();
   if (threadIdx.x >= kConsumers) {
-    if constexpr (U == 2) fewer_registers<48>();
+    if constexpr (U == 2) fewer_registers<P == Pack::kFloat8 ? 40 : 48>();
     const int thread = static_cast<int>(threadIdx.x) - (kConsumers + kProducers - kFetchers);
     if (thread >= kFetchers) {
       if constexpr (P == Pack::kFloat8) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(threads(P, U), 1)
       fetch_weights(pair, layout, address(memory), shared);
     }
   } else {
-    if constexpr (U == 2) more_registers<P == Pack::kFloat8 ? 208 : 232>();
+    if constexpr (U == 2) more_registers<P == Pack::kFloat8 ? 216 : 232>();
     Reader reader;
     for (int turn = 0;; ++turn) {
       const int slot = turn % kSlots;
