@@ -74,7 +74,8 @@ class QuantizedTensor:
     """One weight matrix (of all experts, where it is a stack) that was quantized.
 
     ``error``: relative L2 norm of the difference from the weights before; ``product_error``: of what they make of the
-    samples of a calibration that holds rows. ``calibrated``: statistics were used.
+    inputs that a calibration saw (its rows, or its mean squares as if channels had nothing to do with each other).
+    ``calibrated``: numbers were rounded by what it saw.
     """
 
     name: str

@@ -39,7 +39,8 @@ class Quantized:
         scale: ``[ceil(rows / block_rows), ceil(cols / block_size)]``, or None for bfloat16.
         zero_point: int16 of the scale's shape, or None.
         error, norm: squared L2 norms of the difference and of the matrix itself.
-        product_error, product_norm: squared L2 norms of the same times the samples of the statistics; 0 without any.
+        product_error, product_norm: squared L2 norms of the same times what the statistics know of the inputs: their
+            rows, or channels of these mean squares as if they had nothing to do with each other. 0 without statistics.
     """
 
     stored: Array
@@ -58,16 +59,19 @@ class Statistics:
     Attributes:
         mean_square: ``[cols]``, of each channel. Scales are searched for with these as weights.
         gram: float64 ``[cols, cols]``, sum of x xᵀ, or None. With it, rounding errors are fed back.
+        algorithm: what they are used for: "nearest", to say what an error does to the product; "aware", for scales
+            too; "gptq", for all of that.
     """
 
     mean_square: NDArray[Any]
     gram: NDArray[np.float64] | None = None
+    algorithm: str = "gptq"
 
     @cached_property
     def feedback(self) -> Float | None:
         """How a column's error is spread over the columns after it: the upper Cholesky factor of the damped gram's
         inverse. None without a gram, or where it can't be inverted. Found once, for all matrices with these inputs."""
-        if self.gram is None:
+        if self.gram is None or self.algorithm != "gptq":
             return None
         gram = self.gram.copy()
         diagonal = np.diag(gram)
@@ -83,20 +87,20 @@ class Statistics:
             return None
 
     @classmethod
-    def of(cls, rows: Array) -> Statistics | None:
+    def of(cls, rows: Array, algorithm: str = "gptq") -> Statistics | None:
         """From samples ``[n, cols]``; None where there are none, or none that is finite."""
         wide = rows.astype(np.float32).reshape(-1, rows.shape[-1])
         wide = wide[np.all(np.isfinite(wide), axis=1)]
         if not len(wide) or not np.any(wide):
             return None
         gram = (wide.T @ wide).astype(np.float64)
-        return cls(np.diag(gram) / len(wide), gram)
+        return cls(np.diag(gram) / len(wide), gram, algorithm)
 
     @classmethod
-    def of_channels(cls, mean_square: Array) -> Statistics | None:
+    def of_channels(cls, mean_square: Array, algorithm: str = "gptq") -> Statistics | None:
         """From the mean squares of the channels; None where they say nothing."""
         usable = np.all(np.isfinite(mean_square)) and np.any(mean_square > 0)
-        return cls(np.maximum(mean_square.astype(np.float64), 0)) if usable else None
+        return cls(np.maximum(mean_square.astype(np.float64), 0), None, algorithm) if usable else None
 
 
 def spread(of_blocks: Array, shape: tuple[int, int], block_size: int, block_rows: int = 1) -> Array:
@@ -148,7 +152,7 @@ def _integer_scales(
         return scale, np.clip(zero, low, high).astype(np.float32)
 
     best = candidate(1.0)
-    if statistics is None:
+    if statistics is None or statistics.algorithm == "nearest":
         return best
     weight = _blocks((statistics.mean_square / np.max(statistics.mean_square)).astype(np.float32)[None], size, 0.0)
     lowest: Float | None = None
@@ -191,8 +195,13 @@ def _with_feedback(matrix: Float, scale: Float, zero: Float | None, kind: str, i
     return numbers
 
 
-def _product_error(difference: Float, gram: NDArray[np.float64]) -> float:
-    return float(np.sum((difference @ gram.astype(np.float32)) * difference, dtype=np.float64))
+def _product(matrix: Float, statistics: Statistics | None) -> float:
+    """Squared L2 norm of a matrix times its inputs, as far as they are known."""
+    if statistics is None:
+        return 0.0
+    if statistics.gram is None:
+        return float(np.sum(np.sum(matrix * matrix, axis=0, dtype=np.float64) * statistics.mean_square))
+    return float(np.sum((matrix @ statistics.gram.astype(np.float32)) * matrix, dtype=np.float64))
 
 
 def quantize_matrix(
@@ -204,7 +213,7 @@ def quantize_matrix(
         matrix: any float type.
         scheme: how.
         scale_dtype: NumPy type of the scales; numbers are rounded for the scales as they are in that type.
-        statistics: of the matrix's inputs, for the integer formats.
+        statistics: of the matrix's inputs. Formats that are not integers are rounded to nearest with them, too.
 
     Raises:
         ValueError: weights that are not finite.
@@ -215,9 +224,9 @@ def quantize_matrix(
         raise ValueError("weights are not all finite")
     if scheme.kind == "bfloat16":
         stored = wide.astype(ml_dtypes.bfloat16)
-        return Quantized(stored, None, None, float(np.sum((wide - stored.astype(np.float32)) ** 2)), norm)
+        return _measured(wide, stored.astype(np.float32), norm, statistics, (stored, None, None))
     if scheme.kind == "float8":
-        return _float8(wide, scheme, scale_dtype, norm)
+        return _float8(wide, scheme, scale_dtype, norm, statistics)
     scale, zero = _integer_scales(wide, scheme, scale_dtype, statistics)
     size = min(scheme.block_size or wide.shape[1], wide.shape[1])
     low, high = LIMITS[scheme.kind]
@@ -228,26 +237,29 @@ def quantize_matrix(
     def value(of: Float) -> Float:
         return (of if deep_zero is None else of - deep_zero) * deep_scale
 
-    product = product_norm = 0.0
-    if statistics is not None and statistics.gram is not None:
-        gram, inverse = statistics.gram, statistics.feedback
-        product, product_norm = _product_error(wide - value(numbers), gram), _product_error(wide, gram)
-        better = None if inverse is None else _with_feedback(wide, deep_scale, deep_zero, scheme.kind, inverse)
-        if better is not None and (lower := _product_error(wide - value(better), gram)) < product:
-            numbers, product = better, lower
-    difference = wide - value(numbers)
-    return Quantized(
-        numbers.astype(np.int8 if low < 0 else np.uint8),
-        scale.astype(scale_dtype),
-        None if zero is None else zero.astype(np.int16),
-        float(np.vdot(difference, difference)),
-        norm,
-        product,
-        product_norm,
-    )
+    inverse = None if statistics is None else statistics.feedback
+    if inverse is not None:
+        fed = _with_feedback(wide, deep_scale, deep_zero, scheme.kind, inverse)
+        if _product(wide - value(fed), statistics) < _product(wide - value(numbers), statistics):
+            numbers = fed
+    stored = numbers.astype(np.int8 if low < 0 else np.uint8)
+    held = (stored, scale.astype(scale_dtype), None if zero is None else zero.astype(np.int16))
+    return _measured(wide, value(numbers), norm, statistics, held)
 
 
-def _float8(wide: Float, scheme: Scheme, scale_dtype: Any, norm: float) -> Quantized:
+def _measured(
+    wide: Float,
+    value: Float,
+    norm: float,
+    statistics: Statistics | None,
+    held: tuple[Array, Array | None, Array | None],
+) -> Quantized:
+    difference = wide - value
+    error = float(np.vdot(difference, difference))
+    return Quantized(*held, error, norm, _product(difference, statistics), _product(wide, statistics))
+
+
+def _float8(wide: Float, scheme: Scheme, scale_dtype: Any, norm: float, statistics: Statistics | None) -> Quantized:
     rows, cols = wide.shape
     size = min(scheme.block_size or cols, cols)
     most = np.max(np.abs(_blocks(wide, size, 0.0)), axis=2)
@@ -258,5 +270,5 @@ def _float8(wide: Float, scheme: Scheme, scale_dtype: Any, norm: float) -> Quant
     with np.errstate(divide="ignore", invalid="ignore"):
         number = np.where(deep > 0, wide / deep, np.float32(0))
     stored = np.clip(number, -_FLOAT8_MAX, _FLOAT8_MAX).astype(ml_dtypes.float8_e4m3fn)
-    difference = wide - stored.astype(np.float32) * deep
-    return Quantized(stored, scale.astype(scale_dtype), None, float(np.vdot(difference, difference)), norm)
+    held = (stored, scale.astype(scale_dtype), None)
+    return _measured(wide, stored.astype(np.float32) * deep, norm, statistics, held)

@@ -2,8 +2,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
-#include <mutex>
 
+#include "../common/device_info.h"
 #include "kda.h"
 #include "kda_launch.h"
 
@@ -100,37 +100,7 @@ const char* failed(const char* what, cudaError_t status) { return reason("%s: %s
 }  // namespace
 
 cudaError_t device_info(DeviceInfo* info) {
-  constexpr int kDevices = 64;
-  static std::mutex mutex;
-  static DeviceInfo known_devices[kDevices];
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  if (device >= kDevices) return cudaErrorInvalidDevice;
-  const std::lock_guard<std::mutex> lock(mutex);
-  DeviceInfo& entry = known_devices[device];
-  if (entry.capability == 0) {
-    DeviceInfo read;
-    int major = 0, minor = 0;
-    const struct {
-      int* value;
-      cudaDeviceAttr attribute;
-    } wanted[] = {{&major, cudaDevAttrComputeCapabilityMajor},
-                  {&minor, cudaDevAttrComputeCapabilityMinor},
-                  {&read.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-                  {&read.multiprocessors, cudaDevAttrMultiProcessorCount}};
-    for (const auto& one : wanted) {
-      status = cudaDeviceGetAttribute(one.value, one.attribute, device);
-      if (status != cudaSuccess) return status;
-    }
-    int compiled = 0;
-    status = compiled_capability(&compiled);
-    if (status != cudaSuccess) return status;
-    read.capability = major * 10 + minor < compiled ? major * 10 + minor : compiled;
-    entry = read;
-  }
-  *info = entry;
-  return cudaSuccess;
+  return read_device_info(info, compiled_capability, [](DeviceInfo*, int, int) { return cudaSuccess; });
 }
 
 const char* cuda_refusal(const Params& p, int compute_capability) {

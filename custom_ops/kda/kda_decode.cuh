@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(kDecodeThreads, K <= 128 ? 5 : 4)
     decode_kernel(const __grid_constant__ DecodeArgs args) {
   constexpr int kThreads = kDecodeThreads, kRounds = (K + kThreads - 1) / kThreads;
   const Params& p = args.p;
-  __shared__ __align__(16) float q_now[K], k_now[K], decay[K], scratch[16], squares[4];
+  // squares: of a cluster's blocks, from 9.0 on
+  [[maybe_unused]] __shared__ __align__(16) float q_now[K], k_now[K], decay[K], scratch[16], squares[4];
   __shared__ float v_now[256], o_now[256];
   __shared__ __align__(16) float partial[4][2][kSlice];
 

@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(combine::kSpreadThreads, 1) combine_spread_ker
           [&](int i, Factors f) { put(of_part[i], row, f); });
       group_totals[group][row] = make_float2(total.top, total.sum);
     }
-    ptx::bar_sync(1, kSpreadThreads);  // all of the block, from two places: __syncthreads must be one
+    ptx::bar_arrive(1, kSpreadThreads);  // the joiners wait for these factors; the rest needs only each other's totals
+    ptx::bar_sync(2, kFactorThreads);
     if (warp == kJoiners) {
       const int chapters = Cut::over(groups.count, groups.per_chapter);
 #pragma unroll 1

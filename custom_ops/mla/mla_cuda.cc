@@ -2,9 +2,9 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
-#include <mutex>
 #include <new>
 
+#include "../common/device_info.h"
 #include "mla.h"
 #include "mla_run_cuda.h"
 
@@ -27,39 +27,8 @@ int64_t weight_bytes(const Params& p) {
 }  // namespace
 
 cudaError_t device_info(DeviceInfo* info) {
-  constexpr int kDevices = 64;
-  static std::mutex mutex;
-  static DeviceInfo known_devices[kDevices];
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  if (device >= kDevices) return cudaErrorInvalidDevice;
-  const std::lock_guard<std::mutex> lock(mutex);
-  DeviceInfo& entry = known_devices[device];
-  if (entry.capability == 0) {
-    DeviceInfo read;
-    int major = 0, minor = 0;
-    const struct {
-      int* value;
-      cudaDeviceAttr attribute;
-    } wanted[] = {{&major, cudaDevAttrComputeCapabilityMajor},
-                  {&minor, cudaDevAttrComputeCapabilityMinor},
-                  {&read.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-                  {&read.multiprocessors, cudaDevAttrMultiProcessorCount}};
-    for (const auto& one : wanted) {
-      status = cudaDeviceGetAttribute(one.value, one.attribute, device);
-      if (status != cudaSuccess) return status;
-    }
-    int compiled = 0;
-    status = compiled_capability(&compiled);
-    if (status != cudaSuccess) return status;
-    read.capability = major * 10 + minor < compiled ? major * 10 + minor : compiled;
-    status = has_sm90a(&read.sm90a);
-    if (status != cudaSuccess) return status;
-    entry = read;
-  }
-  *info = entry;
-  return cudaSuccess;
+  return read_device_info(info, compiled_capability,
+                          [](DeviceInfo* read, int, int) { return has_sm90a(&read->sm90a); });
 }
 
 const char* cuda_refusal(const Params& p, int compute_capability) {

@@ -1,38 +1,20 @@
 // Around the experts' products: rows to float8, and the weighted sum of the experts with the shared one.
-#include <cuda_fp8.h>
-
-#include "moe_device.cuh"
+#include "moe_dependent.h"
+#include "moe_float8_rows.cuh"
 
 namespace deltafuse::moe {
 namespace {
 
-// A warp takes a row, blocks of 128 columns one after the other: the largest of a block becomes 448.
+constexpr int kFloat8Rows = 4;  // of a warp
 template <typename T>
 __global__ void __launch_bounds__(256) float8_kernel(Float8Args a) {
-  const int64_t row = int64_t(blockIdx.x) * 8 + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
+  const int64_t row = (int64_t(blockIdx.x) * 8 + threadIdx.x / 32) * kFloat8Rows;
+  wait_previous();
+  release_next();
   if (row >= a.rows) return;
-  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-  uint8_t* out = a.out + row * a.blocks * 128;
-#pragma unroll 4
-  for (int b = 0; b < a.blocks; ++b) {
-    const int col = b * 128 + lane * 4;
-    uint2 words = make_uint2(0, 0);
-    if (col < a.cols) words = *reinterpret_cast<const uint2*>(x + col);
-    const float2 low = unpack_pair(words.x, T()), high = unpack_pair(words.y, T());
-    float most = fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y)));
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    const float by = most > 0.0f ? most / 448.0f : 1.0f, times = 1.0f / by;
-    const float v[4] = {low.x * times, low.y * times, high.x * times, high.y * times};
-    uint32_t packed = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      packed |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v[i], __NV_SATFINITE, __NV_E4M3)) << (8 * i);
-    }
-    *reinterpret_cast<uint32_t*>(out + col) = packed;
-    if (lane == 0) a.scale[row * a.blocks + b] = by;
-  }
+  const int count = static_cast<int>(min(a.rows - row, int64_t{kFloat8Rows}));
+  if (a.cols <= 1024) return float8_rows<T, kFloat8Rows, 4>(a, row, 1, count);
+  for (int i = 0; i < count; ++i) float8_rows<T, 1, 10>(a, row + i, 1, 1);
 }
 
 // Elements of a row that a thread takes: 16 bytes, or one where rows are not made of those. Read once, kept as they
@@ -87,6 +69,8 @@ __global__ void __launch_bounds__(512, 2) combine_kernel(CombineArgs a) {
   __shared__ float parts[16];
   __shared__ float gate;
   const int token = blockIdx.x;
+  wait_previous();
+  release_next();
   if (a.shared_gate) {
     float sum = 0.0f;
     for (int k = threadIdx.x; k < a.hidden; k += blockDim.x) {
@@ -134,39 +118,32 @@ int combine_threads(int pieces) {
 }
 
 template <typename T>
-cudaError_t combine(const CombineArgs& a, cudaStream_t stream) {
+cudaError_t combine(const CombineArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const int elements = 16 / static_cast<int>(sizeof(T));
   const unsigned blocks = static_cast<unsigned>(a.tokens);
   if (a.hidden % elements != 0 || a.out_stride % elements != 0) {
-    combine_kernel<T, Narrow<T>, 0><<<blocks, combine_threads(a.hidden), 0, stream>>>(a);
-  } else if (a.top_k == 8) {
-    combine_kernel<T, Wide<T>, 8><<<blocks, combine_threads(a.hidden / elements), 0, stream>>>(a);
-  } else {
-    combine_kernel<T, Wide<T>, 0><<<blocks, combine_threads(a.hidden / elements), 0, stream>>>(a);
+    return launch_dependent(combine_kernel<T, Narrow<T>, 0>, {blocks, combine_threads(a.hidden)}, device, stream, a);
   }
-  return cudaGetLastError();
+  const auto kernel = a.top_k == 8 ? combine_kernel<T, Wide<T>, 8> : combine_kernel<T, Wide<T>, 0>;
+  return launch_dependent(kernel, {blocks, combine_threads(a.hidden / elements)}, device, stream, a);
 }
 
 }  // namespace
 
-cudaError_t launch_float8(const Float8Args& args, DType dtype, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>((args.rows + 7) / 8);
-  if (dtype == DType::kFloat16) {
-    float8_kernel<__half><<<blocks, 256, 0, stream>>>(args);
-  } else {
-    float8_kernel<__nv_bfloat16><<<blocks, 256, 0, stream>>>(args);
-  }
-  return cudaGetLastError();
+cudaError_t launch_float8(const Float8Args& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {
+  const auto kernel = dtype == DType::kFloat16 ? float8_kernel<__half> : float8_kernel<__nv_bfloat16>;
+  const unsigned blocks = static_cast<unsigned>((args.rows + 8 * kFloat8Rows - 1) / (8 * kFloat8Rows));
+  return launch_dependent(kernel, {blocks, 256}, device, stream, args);
 }
 
-cudaError_t launch_combine(const CombineArgs& args, DType dtype, cudaStream_t stream) {
+cudaError_t launch_combine(const CombineArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {
   switch (dtype) {
     case DType::kFloat32:
-      return combine<float>(args, stream);
+      return combine<float>(args, device, stream);
     case DType::kFloat16:
-      return combine<__half>(args, stream);
+      return combine<__half>(args, device, stream);
     case DType::kBFloat16:
-      return combine<__nv_bfloat16>(args, stream);
+      return combine<__nv_bfloat16>(args, device, stream);
   }
   return cudaErrorInvalidValue;
 }

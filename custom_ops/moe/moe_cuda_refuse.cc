@@ -1,10 +1,9 @@
 // What the CUDA kernels of GroupedQMoE do not take, and what the device is.
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cmath>
-#include <mutex>
 
+#include "../common/device_info.h"
 #include "moe_cuda_plan.h"
 
 namespace deltafuse::moe {
@@ -35,38 +34,10 @@ const char* refuse_matrix(const char* name, const Matrix& m, int cols) {
 }  // namespace
 
 cudaError_t device_info(DeviceInfo* info) {
-  constexpr int kDevices = 64;
-  static std::mutex mutex;
-  static DeviceInfo known_devices[kDevices];
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  if (device >= kDevices) return cudaErrorInvalidDevice;
-  const std::lock_guard<std::mutex> lock(mutex);
-  DeviceInfo& entry = known_devices[device];
-  if (entry.capability == 0) {
-    DeviceInfo read;
-    int major = 0, minor = 0;
-    const struct {
-      int* value;
-      cudaDeviceAttr attribute;
-    } wanted[] = {{&major, cudaDevAttrComputeCapabilityMajor},
-                  {&minor, cudaDevAttrComputeCapabilityMinor},
-                  {&read.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-                  {&read.multiprocessors, cudaDevAttrMultiProcessorCount}};
-    for (const auto& one : wanted) {
-      status = cudaDeviceGetAttribute(one.value, one.attribute, device);
-      if (status != cudaSuccess) return status;
-    }
-    int compiled = 0;
-    status = compiled_capability(&compiled);
-    if (status != cudaSuccess) return status;
-    read.capability = std::min(major * 10 + minor, compiled);
-    read.wgmma = major == 9 && minor == 0 && gemm_sm90_compiled();
-    entry = read;
-  }
-  *info = entry;
-  return cudaSuccess;
+  return read_device_info(info, compiled_capability, [](DeviceInfo* read, int major, int minor) {
+    read->wgmma = major == 9 && minor == 0 && gemm_sm90_compiled();
+    return cudaSuccess;
+  });
 }
 
 const char* cuda_refusal(const Params& p, int compute_capability) {

@@ -58,34 +58,23 @@ __device__ __forceinline__ void begin_float8(uint32_t left, uint32_t right, floa
   commit();
 }
 template <int M, int N>
-__device__ __forceinline__ void end_float8(uint32_t weight_scales, uint32_t scales, int first, float (&part)[M / 2],
-                                           float (&d)[N / 2]) {
+__device__ __forceinline__ void end_float8(float s0, float s1, int first, float (&part)[M / 2], float (&d)[N / 2]) {
   pin(part);
-  const float s0 = load_one(weight_scales), s1 = load_one(weight_scales + 32);
-  constexpr int kAhead = M % 32 == 0 ? 4 : 2;  // loads on their way
 #pragma unroll
-  for (int first_b = 0; first_b < M / 8; first_b += kAhead) {
-    float2 x[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) x[i] = load_two(scales + (first + (first_b + i) * 8) * 4);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int b = first_b + i;
-      float* to = &d[4 * (first / 8 + b)];
-      to[0] = fmaf(part[4 * b] * s0, x[i].x, to[0]);
-      to[1] = fmaf(part[4 * b + 1] * s0, x[i].y, to[1]);
-      to[2] = fmaf(part[4 * b + 2] * s1, x[i].x, to[2]);
-      to[3] = fmaf(part[4 * b + 3] * s1, x[i].y, to[3]);
-    }
+  for (int i = 0; i < M / 2; ++i) {
+    float& to = d[first / 2 + i];
+    to = fmaf(part[i], i % 4 < 2 ? s0 : s1, to);
+    asm volatile("" : "+f"(to));  // before the next product begins
   }
 }
 
 // How the sums of a stage are divided: parts of so many tokens, and of how many parts the sums are there at once. Two,
-// so that one is scaled while the tensor cores make the next, where the registers are enough.
+// so that one is scaled while the tensor cores make the next, where the registers are enough. Parts cost: the left
+// operand is read again for each.
 template <int N>
 struct Float8Parts {
   static constexpr int kTokens = N > 128 ? N / 2 : N == 128 ? 64 : N;
-  static constexpr int kSets = N <= 96 || N == 128 ? 2 : 1;
+  static constexpr int kSets = N <= 128 ? 2 : 1;
 };
 
 // Integers become T in registers, one step of 16 columns ahead of the tensor cores. 128 columns a stage. Calls `early`
@@ -135,11 +124,11 @@ __device__ __forceinline__ void multiply_integers(const Packed& w, const unsigne
   }
 }
 
-// d[half]: sums of the warpgroup's units. The last stage is not given back.
+// d[half]: sums of the warpgroup's units. The last stage is not given back. Sums of float8 lack the tokens'
+// scales.
 template <typename T, Pack P, int N, int U, bool kPlainScales>
-__device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& layout, unsigned char* memory,
+__device__ __forceinline__ void multiply(const Packed& w, const StageLayout& layout, unsigned char* memory,
                                          Shared& shared, Reader& reader, int stages, float (&d)[U][N / 2]) {
-  const Packed& w = a.weights;
   // The same in a warp's lanes, and known to be.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), unit0 = warpgroup * U;
   // Not by the first product: what it overwrites would be live from tile to tile.
@@ -149,12 +138,14 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
     for (int i = 0; i < N / 2; ++i) d[half][i] = 0.0f;
     pin(d[half]);
   }
-  constexpr int kPart = P == Pack::kFloat8 ? Float8Parts<N>::kTokens : 2, kSets = Float8Parts<N>::kSets;
+  constexpr int kPart = P == Pack::kFloat8 ? Float8Parts<N>::kTokens : 2;
+  constexpr int kSets = Float8Parts<N>::kSets;
   float part[kSets][kPart / 2] = {};
   if constexpr (P == Pack::kFloat8) {
 #pragma unroll
     for (int i = 0; i < kSets; ++i) pin(part[i]);
   }
+  float last[2] = {};  // scales of the sums that are not scaled yet
   for (int k = 0; k < stages; ++k) {
     const int at = reader.at.stage;
     barrier_wait(&shared.full[at], reader.at.phase);
@@ -167,24 +158,41 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
     } else if constexpr (P == Pack::kFloat8) {
       const int thread = threadIdx.x % 128;
       const uint32_t tails = address(stage) + 4 * w.payload + (thread / 32 * 16 + thread % 32 / 4) * 4;
-      const uint32_t scales = address(stage) + layout.scales + thread % 4 * 8;
       constexpr int kEach = N / kPart, kTurns = 2 * kEach;
       const uint32_t a8 = place(address(stage) + unit0 * 8192), b8 = place(right);
       auto begin = [&](int i) {
         begin_float8<kPart>(a8 + i / kEach * 512, b8 + i % kEach * kPart * 8, part[i % kSets]);
       };
-      begin(0);
+      float scales[2][2];  // of the thread's rows
 #pragma unroll
-      for (int i = 0; i < kTurns; ++i) {
-        if (kSets == 2 && i + 1 < kTurns) {
-          begin(i + 1);
-          wait<1>();
-        } else {
-          wait<0>();
-        }
-        end_float8<kPart, N>(tails + (unit0 + i / kEach) * 256, scales, i % kEach * kPart, part[i % kSets],
+      for (int half = 0; half < 2; ++half) {
+        scales[half][0] = load_one(tails + (unit0 + half) * 256);
+        scales[half][1] = load_one(tails + (unit0 + half) * 256 + 32);
+      }
+      auto end = [&](int i) {
+        end_float8<kPart, N>(scales[i / kEach][0], scales[i / kEach][1], i % kEach * kPart, part[i % kSets],
                              d[i / kEach]);
-        if (kSets == 1 && i + 1 < kTurns) begin(i + 1);
+      };
+      begin(0);
+      if constexpr (kSets == 2) {
+        // The last sums of the stage before (zeros, before the first one).
+        end_float8<kPart, N>(last[0], last[1], (kEach - 1) * kPart, part[1], d[1]);
+#pragma unroll
+        for (int i = 1; i < kTurns; ++i) {
+          begin(i);
+          wait<1>();
+          end(i - 1);
+        }
+        wait<0>();
+        pin(part[1]);
+        last[0] = scales[1][0], last[1] = scales[1][1];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kTurns; ++i) {
+          wait<0>();
+          end(i);
+          if (i + 1 < kTurns) begin(i + 1);
+        }
       }
     } else {
       multiply_integers<T, P, N, U, kPlainScales>(
@@ -198,6 +206,10 @@ __device__ __forceinline__ void multiply(const GemmArgs& a, const StageLayout& l
     reader.at.next(layout.stages);
   }
   if constexpr (P == Pack::kInt4 || P == Pack::kInt8) wait<0>();
+  if constexpr (P == Pack::kFloat8 && kSets == 2) {
+    constexpr int kEach = N / kPart;
+    end_float8<kPart, N>(last[0], last[1], (kEach - 1) * kPart, part[1], d[1]);
+  }
 #pragma unroll
   for (int half = 0; half < U; ++half) pin(d[half]);
 }

@@ -11,9 +11,10 @@ namespace sm90 {
 // Two warpgroups multiply two units each. Where tiles have few tokens integers take four of one unit: converting them
 // takes longer than anything else then, and more warps wait for each other's latencies.
 __host__ __device__ constexpr int consumers(int units) { return 512 / units; }
-constexpr int kFewTokens = 64;   // of such tiles, at most
-constexpr int kProducers = 128;  // the registers of whole warpgroups can be dealt out anew
-constexpr int kFetchers = 96;    // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
+constexpr int kFewTokens = 64;    // of such tiles, at most
+constexpr int kProducers = 128;   // the registers of whole warpgroups can be dealt out anew
+constexpr int kConverters = 128;  // float8: they turn what is between the products into float8
+constexpr int kFetchers = 96;     // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
 constexpr int kMostStages = 6;
 constexpr int kSlots = 4;  // tiles that are known ahead
 
@@ -21,26 +22,26 @@ constexpr int kSlots = 4;  // tiles that are known ahead
 __host__ __device__ constexpr int most_tokens(Pack p) {
   return p == Pack::kPlain ? 192 : p == Pack::kFloat8 ? 160 : 128;
 }
-// Columns of the products for so many tokens. Float8 has no 144: the compiler finds registers for 160 only.
+// Columns of the products for so many tokens. Float8 has no 112 and no 144: two sets of sums fit the registers for
+// parts of 64 only, and one of 80.
 __host__ __device__ constexpr int tile_columns(Pack p, int tokens) {
   const int columns = tokens <= 32 ? 32 : tokens <= 64 ? 64 : (tokens + 15) / 16 * 16;
-  return p == Pack::kFloat8 && columns == 144 ? 160 : columns;
+  return p == Pack::kFloat8 && (columns == 112 || columns == 144) ? columns + 16 : columns;
 }
 __host__ __device__ constexpr int right_halves(Pack p) {  // of 128 bytes of a token in a stage
   return p == Pack::kInt4 || p == Pack::kInt8 ? 2 : 1;
 }
 
 struct StageLayout {
-  int right, half, scales, bytes;  // offsets in a stage, of the tokens' second half from their first; its size
+  int right, half, bytes;  // offsets in a stage, of the tokens' second half from their first; its size
   int stages;
 };
-inline StageLayout stage_layout(const GemmArgs& a, int shared_bytes, int fixed_bytes) {
+inline StageLayout stage_layout(const GemmArgs& a, int shared_bytes, int fixed_bytes) {  // the same for both of a pair
   const Packed& w = a.weights;
   StageLayout s;
   s.right = (w.stage_bytes() + 1023) / 1024 * 1024;
   s.half = tile_columns(w.pack, a.tile_tokens) * 128;
-  s.scales = s.right + s.half * right_halves(w.pack);
-  s.bytes = s.scales + (w.pack == Pack::kFloat8 ? 1024 : 0);
+  s.bytes = s.right + s.half * right_halves(w.pack);
   const int most = a.tuning.stages > 1 && a.tuning.stages < kMostStages ? a.tuning.stages : kMostStages;
   const int room = (shared_bytes - fixed_bytes - 1024) / s.bytes;  // 1024: alignment
   s.stages = room < most ? room : most;
@@ -57,14 +58,47 @@ struct Work {
   int32_t start;    // its first row in out
   int32_t x_start;  // and in x, or in `rows`
   int32_t gathered;
-  int32_t again;  // other tiles read the same weights
+  int32_t again;       // other tiles read the same weights
+  int32_t product;     // of the pair
+  int32_t token_tile;  // of the list; the shared expert's lie behind it
+  int32_t needed;      // tiles of the first product that must be stored before the second one reads these tokens
 };
+
+// Tokens between the products: which tile of them, its first row, how many, how many tiles of the first product they
+// have. tile -1: there are none.
+struct Tokens {
+  int32_t tile, start, count, needed;
+};
+constexpr int kBoxes = 4;
 
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
+  // Tiles of the first product whose end the fetchers wait for.
+  Tokens pending[2];
+  // Float8: tokens for the converters.
+  uint64_t box_full[kBoxes], box_empty[kBoxes];
+  Tokens box[kBoxes];
   uint64_t ready[kSlots], free[kSlots];
   Work work[kSlots];
 };
+
+// Tiles that other blocks store. What was stored before a number is added is seen by those who see the number.
+__device__ __forceinline__ void one_more(uint32_t* count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;\n" ::"l"(count) : "memory");
+}
+__device__ __forceinline__ uint32_t before_one_more(uint32_t* count) {
+  uint32_t there;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(there) : "l"(count) : "memory");
+  return there;
+}
+__device__ __forceinline__ uint32_t how_many(const uint32_t* count) {
+  uint32_t there;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(there) : "l"(count) : "memory");
+  return there;
+}
+
+// Scales of a tile's float8 tokens.
+using RowScales = float[most_tokens(Pack::kFloat8)];
 
 __device__ __forceinline__ void init_barriers(Shared& s, int stages, int consumers) {
   for (int i = 0; i < stages; ++i) {
@@ -73,6 +107,8 @@ __device__ __forceinline__ void init_barriers(Shared& s, int stages, int consume
   }
   for (int i = 0; i < kSlots; ++i) {
     barrier_init(&s.ready[i], 1);
+    barrier_init(&s.box_full[i], 1);
+    barrier_init(&s.box_empty[i], kConverters / 32);
     barrier_init(&s.free[i], (consumers + kFetchers) / 32);
   }
   barrier_init_fence();
@@ -86,12 +122,22 @@ struct Pipeline {
   }
 };
 
-// The tile of a number, where the list has `listed`. The shared expert's tiles, which read little, are spread over the
-// experts', which read much.
-__device__ __forceinline__ Work locate(const GemmArgs& a, int listed, uint32_t index) {
+__device__ __forceinline__ uint32_t tile_count(const GemmArgs& a, int listed, int shared_tiles) {
+  return static_cast<uint32_t>(listed) * a.weights.tiles + static_cast<uint32_t>(shared_tiles) * a.shared.tiles;
+}
+
+// The tile of a number, where the list has `listed`. The shared expert's tiles, which read
+// little, are spread over the experts', which read much.
+__device__ __forceinline__ Work locate(const GemmPair& pair, int listed, uint32_t index) {
   Work work{};
+  const GemmArgs& a0 = pair.product[0];
+  const int shared_tiles = a0.shared.count ? (a0.shared_rows + a0.tile_tokens - 1) / a0.tile_tokens : 0;
+  if (pair.count == 2) {
+    const uint32_t before = tile_count(a0, listed, shared_tiles);
+    if (index >= before) work.product = 1, index -= before;
+  }
+  const GemmArgs& a = pair.product[work.product];
   const uint32_t own = static_cast<uint32_t>(listed) * a.weights.tiles;
-  const int shared_tiles = a.shared.count ? (a.shared_rows + a.tile_tokens - 1) / a.tile_tokens : 0;
   const uint32_t other = static_cast<uint32_t>(shared_tiles) * a.shared.tiles;
   if (index >= own + other) return work;
   bool is_shared = false;
@@ -105,6 +151,8 @@ __device__ __forceinline__ Work locate(const GemmArgs& a, int listed, uint32_t i
   const int token_tile = static_cast<int>(at / w.tiles);
   work.row_tile = static_cast<int>(at) - token_tile * w.tiles;
   work.stages = w.stages, work.factor = 1.0f;
+  work.token_tile = is_shared ? listed + token_tile : token_tile;
+  work.needed = is_shared ? a0.shared.tiles : a0.weights.tiles;
   int expert = 0;
   if (is_shared) {
     const int each = ((a.shared_rows + shared_tiles - 1) / shared_tiles + 7) / 8 * 8;
@@ -126,12 +174,13 @@ __device__ __forceinline__ Work locate(const GemmArgs& a, int listed, uint32_t i
 
 // The thread that fetches weights. It alone knows which tile is next, and looks it up while there are stages to wait
 // for.
-__device__ __forceinline__ void fetch_weights(const GemmArgs& a, const StageLayout& layout, uint32_t base,
+__device__ __forceinline__ void fetch_weights(const GemmPair& pair, const StageLayout& layout, uint32_t base,
                                               Shared& shared) {
+  const GemmArgs& a = pair.product[0];  // in what is asked of it both are alike
   const uint32_t stage_bytes = a.weights.stage_bytes();
   const int listed = *a.num_tiles;
   uint32_t index = blockIdx.x;
-  Work work = locate(a, listed, index);
+  Work work = locate(pair, listed, index);
   Pipeline at;
   for (int turn = 0;; ++turn) {
     const int slot = turn % kSlots;
@@ -151,41 +200,77 @@ __device__ __forceinline__ void fetch_weights(const GemmArgs& a, const StageLayo
       at.next(layout.stages);
       // Late enough to leave tiles to others, early enough not to wait.
       if (k == max(stages - 5, 0)) index = a.counter ? gridDim.x + atomicAdd(a.counter, 1u) : index + gridDim.x;
-      if (k == max(stages - 3, 0)) work = locate(a, listed, index);
+      if (k == max(stages - 3, 0)) work = locate(pair, listed, index);
     }
   }
 }
 
 // The three warps that fetch tokens. A thread copies one 16-byte chunk of every twelfth token; which those are differs
-// within a warp, how many they are does not: what is beyond the last is the last again.
+// within a warp, how many they are does not: what is beyond the last is the last again. Scales of float8 tokens come
+// with a tile's first stage.
 template <Pack P, int kMost>
-__device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayout& layout, uint32_t base,
-                                             Shared& shared, int thread) {
+__device__ __forceinline__ void fetch_tokens(const GemmPair& pair, const StageLayout& layout, uint32_t base,
+                                             Shared& shared, RowScales* row_scales, int thread) {
   constexpr int kHalves = right_halves(P), kStep = kFetchers / 8, kRows = (kMost + kStep - 1) / kStep;
   const int chunk = thread % 8, row0 = thread / 8;
   // Every other row's chunk has bit 2 of its place turned over: twelve is four more than eight.
   const uint32_t to0 = base + layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
-  const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row
   Pipeline at;
+  // The first product's tiles are handed on late, when nobody has to wait any more until they are stored; or when the
+  // second product has to wait itself. Float8: who hands on the last tile of some tokens also turns them into float8.
+  int boxes = 0;
+  auto to_box = [&](const Tokens& tokens) {
+    const int box = boxes % kBoxes;
+    barrier_wait(&shared.box_empty[box], (boxes / kBoxes & 1) ^ 1);
+    shared.box[box] = tokens;
+    barrier_arrive(&shared.box_full[box]);
+    ++boxes;
+  };
+  auto hand_on = [&](int turn) {
+    const Tokens tokens = shared.pending[turn & 1];
+    if (turn < 0 || tokens.tile < 0) return;
+    shared.pending[turn & 1].tile = -1;
+    barrier_wait(&shared.free[turn % kSlots], turn / kSlots & 1);
+    if (P != Pack::kFloat8) return one_more(pair.stored + tokens.tile);
+    if (before_one_more(pair.stored + tokens.tile) + 1 == static_cast<uint32_t>(tokens.needed)) to_box(tokens);
+  };
   for (int turn = 0;; ++turn) {
     const int slot = turn % kSlots;
     barrier_wait(&shared.ready[slot], turn / kSlots & 1);
     const Work& work = shared.work[slot];
     const int count = work.count, start = work.x_start, stages = work.stages;
     const bool gathered = work.gathered;
+    const GemmArgs& a = pair.product[work.product];
+    if (pair.count == 2 && threadIdx.x % 32 == 0) {
+      auto there = [&] {
+        if (count == 0 || work.product == 0) return true;
+        if (P == Pack::kFloat8) return how_many(pair.converted + work.token_tile) >= kConverters / 32;
+        return how_many(pair.stored + work.token_tile) >= static_cast<uint32_t>(work.needed);
+      };
+      if (thread == 0) {
+        hand_on(turn - 2);
+        if (count == 0 || !there()) hand_on(turn - 1);
+        shared.pending[turn & 1] = {count && work.product == 0 ? work.token_tile : -1, work.start, count, work.needed};
+        if (P == Pack::kFloat8 && count == 0) to_box({-1, 0, 0, 0});
+      }
+      while (!there()) {
+      }
+    }
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&shared.free[slot]);
     if (count == 0) break;
+    const int chunks = a.x_cols * (P == Pack::kFloat8 ? 1 : 2) / 16;  // of a row
     auto source = [&](int r) { return static_cast<uint32_t>(gathered ? a.rows[start + r] : start + r); };
     const uint32_t stride = static_cast<uint32_t>(a.x_stride / 16);
     uint32_t from[kRows];  // in 16 bytes
 #pragma unroll
     for (int i = 0; i < kRows; ++i) from[i] = source(min(row0 + kStep * i, count - 1)) * stride + chunk;
-    // Scales: a row of x_blocks beside a row of x_blocks * 128 bytes.
-    uint32_t scales[2] = {0, 0};
     if constexpr (P == Pack::kFloat8) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[i] = source(min(thread + kFetchers * i, count - 1)) * a.x_blocks;
+      for (int i = 0; i < 2; ++i) {
+        const int r = thread + kFetchers * i;
+        if (r < count) copy4(address(&row_scales[slot][r]), a.x_scale + source(r));
+      }
     }
     const int rows = (count - row0 / 4 * 4 + kStep - 1) / kStep;
     for (int k = 0; k < stages; ++k) {
@@ -202,13 +287,6 @@ __device__ __forceinline__ void fetch_tokens(const GemmArgs& a, const StageLayou
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           if (i < rows) copy16((i & 1 ? odd : even) + i * kStep * 128, block_from + uint64_t(from[i]) * 16, bytes);
-        }
-      }
-      if constexpr (P == Pack::kFloat8) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int r = thread + kFetchers * i;
-          if (r < count) copy4(base + stage + layout.scales + r * 4, a.x_scale + scales[i] + k);
         }
       }
       barrier_arrive_copied(bar);

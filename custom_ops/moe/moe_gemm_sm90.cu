@@ -3,7 +3,7 @@
 
 namespace deltafuse::moe {
 
-#define DF_DECLARE(name) cudaError_t name(const GemmArgs& args, const DeviceInfo& device, cudaStream_t stream);
+#define DF_DECLARE(name) cudaError_t name(const GemmPair& args, const DeviceInfo& device, cudaStream_t stream);
 DF_DECLARE(launch_gemm_plain_bf16)
 DF_DECLARE(launch_gemm_int4_bf16)
 DF_DECLARE(launch_gemm_int8_bf16)
@@ -46,9 +46,9 @@ int gemm_sm90_tokens(Pack pack, int64_t tokens, int64_t average) {
   return tokens < most ? sm90::tile_columns(pack, static_cast<int>(tokens)) : most;
 }
 
-cudaError_t launch_gemm_sm90(const GemmArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch_gemm_sm90(const GemmPair& args, DType dtype, const DeviceInfo& device, cudaStream_t stream) {
   const bool half = dtype == DType::kFloat16;
-  switch (args.weights.pack) {
+  switch (args.product[0].weights.pack) {
     case Pack::kPlain:
       return half ? launch_gemm_plain_f16(args, device, stream) : launch_gemm_plain_bf16(args, device, stream);
     case Pack::kInt4:

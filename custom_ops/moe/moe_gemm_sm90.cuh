@@ -3,34 +3,47 @@
 // list that the router left on the device.
 #pragma once
 
+#include "moe_dependent.h"
+#include "moe_device.cuh"
+#include "moe_gemm_convert.cuh"
 #include "moe_gemm_multiply.cuh"
 #include "moe_gemm_store.cuh"
 
 namespace deltafuse::moe {
 namespace sm90 {
 
+// Of a block: those that multiply, those that fetch, those that convert.
+__host__ __device__ constexpr int threads(Pack p, int units) {
+  return consumers(units) + kProducers + (p == Pack::kFloat8 ? kConverters : 0);
+}
+
 template <typename T, Pack P, int U, bool kPlainScales>
-__global__ void __launch_bounds__(consumers(U) + kProducers, 1)
-    gemm_kernel(const __grid_constant__ GemmArgs a, const __grid_constant__ StageLayout layout) {
+__global__ void __launch_bounds__(threads(P, U), 1)
+    gemm_kernel(const __grid_constant__ GemmPair pair, const __grid_constant__ StageLayout layout) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kConsumers = consumers(U), kMost = U == 2 ? most_tokens(P) : kFewTokens;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ Shared shared;
-  __shared__ __align__(8) Largest largest[P == Pack::kFloat8 ? kConsumers / 32 : 1];
-  __shared__ __align__(8) float inverse[P == Pack::kFloat8 ? most_tokens(Pack::kFloat8) : 1];
+  __shared__ __align__(8) RowScales row_scales[P == Pack::kFloat8 ? kSlots : 1];
   unsigned char* memory = dynamic + (1024 - (address(dynamic) & 1023)) % 1024;
   if (threadIdx.x == 0) init_barriers(shared, layout.stages, kConsumers);
   __syncthreads();
+  wait_previous();
+  release_next();
   if (threadIdx.x >= kConsumers) {
-    if constexpr (U == 2) fewer_registers<40>();
+    if constexpr (U == 2) fewer_registers<P == Pack::kFloat8 ? 40 : 48>();
     const int thread = static_cast<int>(threadIdx.x) - (kConsumers + kProducers - kFetchers);
-    if (thread >= 0) {
-      fetch_tokens<P, kMost>(a, layout, address(memory), shared, thread);
+    if (thread >= kFetchers) {
+      if constexpr (P == Pack::kFloat8) {
+        if (pair.count == 2) convert<T>(pair, shared, thread - kFetchers);
+      }
+    } else if (thread >= 0) {
+      fetch_tokens<P, kMost>(pair, layout, address(memory), shared, row_scales, thread);
     } else if (threadIdx.x == kConsumers) {
-      fetch_weights(a, layout, address(memory), shared);
+      fetch_weights(pair, layout, address(memory), shared);
     }
   } else {
-    if constexpr (U == 2) more_registers<232>();
+    if constexpr (U == 2) more_registers<P == Pack::kFloat8 ? 216 : 232>();
     Reader reader;
     for (int turn = 0;; ++turn) {
       const int slot = turn % kSlots;
@@ -40,10 +53,12 @@ __global__ void __launch_bounds__(consumers(U) + kProducers, 1)
       auto consume = [&](auto size) {
         constexpr int N = decltype(size)::value;
         if constexpr (N <= kMost && tile_columns(P, N) == N) {
+          const Work& work = shared.work[slot];
+          const Packed& packed = pair.product[0].weights;
           float d[U][N / 2];
-          multiply<T, P, N, U, kPlainScales>(a, layout, memory, shared, reader, shared.work[slot].stages, d);
-          const Corner<P, U> corner(address(memory) + reader.before * layout.bytes, a.weights);
-          store<T, P, N, U>(a, shared.work[slot], corner, largest, inverse, d);
+          multiply<T, P, N, U, kPlainScales>(packed, layout, memory, shared, reader, work.stages, d);
+          const Corner<P, U> corner(address(memory) + reader.before * layout.bytes, packed);
+          store<T, P, N, U>(pair.product[work.product], work, corner, row_scales[P == Pack::kFloat8 ? slot : 0], d);
           tensor_fence();  // copies will write where this did
           reader.release_before(shared);
         }
@@ -75,29 +90,30 @@ __global__ void __launch_bounds__(consumers(U) + kProducers, 1)
 }
 
 template <typename T, Pack P, int U, bool kPlainScales>
-cudaError_t launch_kernel(const GemmArgs& a, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch_kernel(const GemmPair& pair, const DeviceInfo& device, cudaStream_t stream) {
   const auto kernel = gemm_kernel<T, P, U, kPlainScales>;
   cudaFuncAttributes attributes;
-  cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
   if (status != cudaSuccess) return status;
-  const StageLayout layout = stage_layout(a, device.shared_bytes, static_cast<int>(attributes.sharedSizeBytes));
-  const int bytes = layout.stages * layout.bytes + 1024;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(device.multiprocessors), consumers(U) + kProducers, bytes, stream>>>(a, layout);
-  return cudaGetLastError();
+  const int fixed = static_cast<int>(attributes.sharedSizeBytes);
+  const StageLayout layout = stage_layout(pair.product[0], device.shared_bytes, fixed);
+  const LaunchForm form{static_cast<unsigned>(device.multiprocessors), threads(P, U),
+                        static_cast<size_t>(layout.stages) * layout.bytes + 1024};
+  return launch_dependent(kernel, form, device, stream, pair, layout);
 }
 
 template <typename T, Pack P>
-cudaError_t launch(const GemmArgs& a, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch(const GemmPair& pair, const DeviceInfo& device, cudaStream_t stream) {
   if constexpr (P == Pack::kInt4 || P == Pack::kInt8) {
-    const bool few = a.tile_tokens <= kFewTokens;
-    if (a.weights.sub != 1 || a.weights.zeros) {
-      return few ? launch_kernel<T, P, 1, false>(a, device, stream) : launch_kernel<T, P, 2, false>(a, device, stream);
+    const bool few = pair.product[0].tile_tokens <= kFewTokens;
+    const Packed& w = pair.product[0].weights;
+    if (w.sub != 1 || w.zeros) {
+      return few ? launch_kernel<T, P, 1, false>(pair, device, stream)
+                 : launch_kernel<T, P, 2, false>(pair, device, stream);
     }
-    if (few) return launch_kernel<T, P, 1, true>(a, device, stream);
+    if (few) return launch_kernel<T, P, 1, true>(pair, device, stream);
   }
-  return launch_kernel<T, P, 2, true>(a, device, stream);
+  return launch_kernel<T, P, 2, true>(pair, device, stream);
 }
 
 }  // namespace sm90

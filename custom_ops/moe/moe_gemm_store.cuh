@@ -1,7 +1,7 @@
 // The experts' products on Hopper: what becomes of a tile's sums. Rows of the result lie as anybody would store them.
 #pragma once
 
-#include "moe_gemm_parts.cuh"
+#include "moe_gemm_multiply.cuh"
 
 namespace deltafuse::moe {
 namespace sm90 {
@@ -139,62 +139,21 @@ __device__ __forceinline__ void store_rows(const GemmArgs& a, const Work& work, 
   }
 }
 
-// Gates with their ups as float8: the tile's 128 channels of a token share a scale. Numbers are bfloat16 on their way.
-using Largest = uint16_t[most_tokens(Pack::kFloat8)];
-template <int N>
-__device__ __forceinline__ void store_float8(const GemmArgs& a, const Work& work,
-                                             const Corner<Pack::kFloat8, 2>& corner, Largest* largest, float* inverse,
-                                             float (&d)[2][N / 2]) {
-  const Turned<__nv_bfloat16, N, 2, true> turned(fresh_lane());
-  constexpr int kTurns = Turned<__nv_bfloat16, N, 2, true>::kTurns;
-  const int consumer = threadIdx.x, token = turned.token;
-  uint4 rows[kTurns];
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const uint4 v = rows[i] = turned.turn(corner.piece(i), i, d);
-    constexpr uint32_t kSize = 0x7fff7fffu;  // bfloat16 of one sign are in the order of their bits
-    const uint32_t w[4] = {v.x & kSize, v.y & kSize, v.z & kSize, v.w & kSize};
-    uint32_t most = 0;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) most = max(most, max(w[n] >> 16, w[n] & 0xffffu));
-    most = max(most, __shfl_xor_sync(~0u, most, 1));
-    if (turned.lane % 2 == 0) largest[consumer / 32][i * 16 + token] = static_cast<uint16_t>(most);
-  }
-  named_barrier(1, consumers(2));
-  if (consumer < N) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) bits = max(bits, static_cast<uint32_t>(largest[i][consumer]));
-    const float most = __uint_as_float(bits << 16);
-    inverse[consumer] = most > 0.0f ? 448.0f / most : 1.0f;
-    if (consumer < work.count) {
-      a.out_scale[int64_t(work.start + consumer) * a.out_blocks + work.row_tile] = most > 0.0f ? most / 448.0f : 1.0f;
-    }
-  }
-  named_barrier(1, consumers(2));
-  uint8_t* to = static_cast<uint8_t*>(a.out) + int64_t(work.start + token) * a.out_stride + turned.channel(work);
-  const int count = work.count - token;
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const float by = inverse[i * 16 + token];
-    const uint32_t w[4] = {rows[i].x, rows[i].y, rows[i].z, rows[i].w};
-    uint32_t bytes[2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 x = unpack_pair(w[2 * n], __nv_bfloat16()), y = unpack_pair(w[2 * n + 1], __nv_bfloat16());
-      uint16_t low, high;
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(low) : "f"(x.y * by), "f"(x.x * by));
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(high) : "f"(y.y * by), "f"(y.x * by));
-      bytes[n] = low | static_cast<uint32_t>(high) << 16;
-    }
-    if (i * 16 < count) store8(to, bytes[0], bytes[1]);
-    to += 16 * a.out_stride;
-  }
-}
-
+// row_scales: of the tile's float8 tokens.
 template <typename T, Pack P, int N, int U>
-__device__ __forceinline__ void store(const GemmArgs& a, const Work& work, const Corner<P, U>& corner, Largest* largest,
-                                      float* inverse, float (&d)[U][N / 2]) {
+__device__ __forceinline__ void store(const GemmArgs& a, const Work& work, const Corner<P, U>& corner,
+                                      const float* row_scales, float (&d)[U][N / 2]) {
+  if constexpr (P == Pack::kFloat8) {
+    const uint32_t scales = address(row_scales) + fresh_lane() % 4 * 8;
+#pragma unroll
+    for (int b = 0; b < N / 8; ++b) {
+      const float2 x = load_two(scales + b * 32);
+#pragma unroll
+      for (int half = 0; half < U; ++half) {
+        d[half][4 * b] *= x.x, d[half][4 * b + 1] *= x.y, d[half][4 * b + 2] *= x.x, d[half][4 * b + 3] *= x.y;
+      }
+    }
+  }
   const bool joined = a.activate && a.weights.gated;
   // What most models have, in few steps.
   const bool silu = a.activity.kind == Activation::kSilu && a.activity.clamp == Clamp::kNone;
@@ -220,9 +179,6 @@ __device__ __forceinline__ void store(const GemmArgs& a, const Work& work, const
     }
   }
   if (!joined) return store_rows<T, P, N, U, false>(a, work, corner, d);
-  if constexpr (P == Pack::kFloat8) {
-    if (a.out_scale) return store_float8<N>(a, work, corner, largest, inverse, d);
-  }
   store_rows<T, P, N, U, true>(a, work, corner, d);
 }
 

@@ -13,6 +13,7 @@ namespace deltafuse::moe {
 
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
+constexpr int kCounters = 4;    // two chains of two products
 constexpr int kUnitRows = 64;   // rows that a warpgroup's product takes
 constexpr int kTileRows = 256;  // rows of a block's tile: four units
 
@@ -85,6 +86,11 @@ struct PermuteArgs {   // what the experts' products need, from the chosen ids
   int32_t* histogram;  // [E, blocks]
   int32_t* totals;     // [E]
   uint32_t* barrier;   // zero before
+  uint32_t* zeros;     // what the products want to be zero before
+  int32_t zero_count;
+  bool barrier_set;  // the barrier is zero already
+  // [N, kFew]: the experts that can be among a token's (see FastLogits); or null
+  const uint16_t* few;
   TokenTile* tiles;
   int32_t* num_tiles;
   int32_t tile_tokens;
@@ -93,24 +99,24 @@ struct PermuteArgs {   // what the experts' products need, from the chosen ids
 
 // How prompts are driven on Hopper; NOTES.md says what each is for.
 struct PromptTuning {
-  int32_t tokens = 0;         // of a tile at most; 0: as many as the format allows
-  int32_t stages = 0;         // in flight; 0: as many as fit
-  int32_t dynamic = 1;        // tiles are taken from a counter; 0: dealt out in advance
-  int32_t keep_weights = 0;   // 0: weights that are read once leave the L2 first
-  int32_t few = 32;           // experts with so many tokens on average, or fewer, take integers' kernel for few tokens
-  int32_t merge = 1;          // the shared expert's tiles lie among the experts'
+  int32_t tokens = 0;        // of a tile at most; 0: as many as the format allows
+  int32_t stages = 0;        // in flight; 0: as many as fit
+  int32_t dynamic = 1;       // tiles are taken from a counter; 0: dealt out in advance
+  int32_t keep_weights = 0;  // 0: weights that are read once leave the L2 first
+  int32_t few = 32;          // experts with so many tokens on average, or fewer, take integers' kernel for few tokens
+  int32_t merge = 1;         // the shared expert's tiles lie among the experts'
+  int32_t together = 1;
   int32_t fast_logits = 512;  // from so many tokens on most logits come from the bfloat16 tensor cores; 0: never
 };
 
 struct GemmArgs {
   Packed weights;
-  // The right operand: rows of x_stride bytes. Float8: rows of x_blocks * 128 bytes, with as many rows of scales.
+  // The right operand: rows of x_stride bytes. Float8 rows have a scale each.
   const void* x;
   int64_t x_stride;
-  const int32_t* rows;  // row of x of each sorted row, or null: the same
-  int32_t x_cols;       // elements of a row that are there: a multiple of 16 bytes
-  int32_t x_blocks;
-  const float* x_scale;
+  const int32_t* rows;   // row of x of each sorted row, or null: the same
+  int32_t x_cols;        // elements of a row that are there: a multiple of 16 bytes
+  const float* x_scale;  // float8: of each row of x
   const TokenTile* tiles;
   const int32_t* num_tiles;
   // Hopper: the shared expert in the same launch, with weights packed alike; count 0: none.
@@ -124,8 +130,16 @@ struct GemmArgs {
   void* out;
   int64_t out_stride;  // elements
   int32_t out_cols;    // columns that are stored
-  int32_t out_blocks;
-  float* out_scale;  // float8 output: [rows of out, out_blocks]; else null
+};
+
+// What one launch on Hopper multiplies: a product alone, or both of a chain, whose weights are packed alike. The second
+// one's tiles begin while the first one's end.
+struct GemmPair {
+  GemmArgs product[2];
+  int32_t count;
+  // Of each of the list's tiles of tokens, then of each of the shared expert's; zero before: how many tiles of the
+  // first product are stored, and how many warps have turned their share of the tokens into float8.
+  uint32_t *stored, *converted;
 };
 
 struct CombineArgs {
@@ -151,22 +165,23 @@ cudaError_t device_info(DeviceInfo* info);
 // Each returns the status of its launches.
 cudaError_t launch_pack(const Matrix& from, const Packed& to, float* multiplier, DType dtype, cudaStream_t stream);
 cudaError_t launch_logits(const RouterArgs& args, const DeviceInfo& device, cudaStream_t stream);
-cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, cudaStream_t stream);
+cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, const DeviceInfo& device,
+                          cudaStream_t stream);
 int select_blocks(int tokens, const DeviceInfo& device);
 // Rows of x [rows, cols] with a stride that kernels can load 16 bytes from; the rest is zeros.
 cudaError_t launch_pad(const void* x, void* out, int64_t rows, int cols, int padded, int element, cudaStream_t stream);
-// Rows of T as float8, a scale for 128 columns of a row; columns that are not there are zeros.
+// Rows of T as float8, a scale for each; columns that are not there are zeros. cols and x_stride are multiples of 8.
 struct Float8Args {
   const void* x;
   int64_t x_stride;  // elements
   int32_t cols, blocks;
   int64_t rows;
   uint8_t* out;  // [rows, blocks * 128]
-  float* scale;  // [rows, blocks]
+  float* scale;  // [rows]
 };
-cudaError_t launch_float8(const Float8Args& args, DType dtype, cudaStream_t stream);
+cudaError_t launch_float8(const Float8Args& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_shared_tiles(TokenTile* tiles, int32_t* num_tiles, int tokens, int tile_tokens, cudaStream_t stream);
-cudaError_t launch_gemm_sm90(const GemmArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t launch_gemm_sm90(const GemmPair& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t launch_gemm_sm80(const GemmArgs& args, DType dtype, int64_t max_tiles, cudaStream_t stream);
 // Of a tile, at most, in a call of so many tokens that gives experts `average` of them.
 int gemm_sm90_tokens(Pack pack, int64_t tokens, int64_t average);
@@ -178,6 +193,6 @@ cudaError_t compiled_capability(int* capability);
 // at the workspace's beginning.
 size_t route_workspace_bytes(const Params& params);
 const char* cuda_route(const Params& params, int steps, void* workspace, void* stream);
-cudaError_t launch_combine(const CombineArgs& args, DType dtype, cudaStream_t stream);
+cudaError_t launch_combine(const CombineArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 
 }  // namespace deltafuse::moe

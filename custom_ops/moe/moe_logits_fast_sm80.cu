@@ -1,5 +1,7 @@
 // The passes around the tensor cores' router logits: the router's weights as bfloat16 terms before, and after which
 // logits decide, and those in float64. What is left as it was changes neither a choice nor a weight.
+#include "moe_dependent.h"
+#include "moe_float8_rows.cuh"
 #include "moe_logits_fast.h"
 #include "moe_select.cuh"
 
@@ -9,12 +11,19 @@ namespace {
 constexpr int kMostHidden = 16384;
 constexpr int kMostGroups = 32;
 
-// -- before: a warp a row ---------------------------------------------------------------------------------------------
+// -- before: a warp a row; behind the weights' rows tokens that become float8 -----------------------------------------
 template <typename W>
-__global__ void __launch_bounds__(256) split_kernel(RouterArgs a, FastLogits f) {
+__global__ void __launch_bounds__(256) split_kernel(RouterArgs a, FastLogits f, Float8Args float8) {
   const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool there = row < a.experts;
+  wait_previous();
+  release_next();
+  if (row >= f.tiles * 256) {
+    if (row - f.tiles * 256 < float8.rows) float8_rows<__nv_bfloat16, 1, 10>(float8, row - f.tiles * 256, 1, 1);
+    return;
+  }
   if (there && lane == 0) f.counts[row] = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *f.barrier = 0;
   const W* from = static_cast<const W*>(a.weight) + int64_t(row) * a.hidden;
   unsigned char* to = f.weights + int64_t(row / 256) * f.stages * f.terms * 32768 + row % 256 * 128;
   float squares = 0.0f;
@@ -77,6 +86,8 @@ __global__ void __launch_bounds__(256) doubts_kernel(RouterArgs a, FastLogits f)
   const float kLowest = __int_as_float(0xff800000);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * 8 + warp;
   const Choices c(a);
+  wait_previous();
+  release_next();
   float longest = 0.0f;
   for (int e = threadIdx.x; e < a.experts; e += 256) {
     const float norm = f.norms[e];
@@ -216,6 +227,13 @@ __global__ void __launch_bounds__(256) doubts_kernel(RouterArgs a, FastLogits f)
     }
   }
   __syncwarp();
+  if (f.few) {
+    const unsigned groups = __ballot_sync(~0u, lane < c.groups && certain >> (lane * c.lanes % 32) & 1);
+    int entry = lane < listed ? list[lane] : kNoExpert;
+    if (lane == 0 && (all || listed > kFewExperts)) entry = kAnyExpert;
+    if (lane >= kFewExperts) entry = groups >> (lane - kFewExperts) * 16;
+    f.few[int64_t(token) * kFew + lane] = static_cast<uint16_t>(entry);
+  }
   for (int i = lane; i < listed; i += 32) {
     f.lists[int64_t(list[i]) * a.tokens + atomicAdd(f.counts + list[i], 1)] = marked;
   }
@@ -268,15 +286,20 @@ __device__ __forceinline__ void add_up(const RouterArgs& a, const double* row, c
 template <typename W>
 __global__ void __launch_bounds__(256) exact_kernel(RouterArgs a, FastLogits f) {
   extern __shared__ __align__(16) double row[];
+  wait_previous();
+  release_next();
   const int expert = blockIdx.x, count = f.counts[expert], warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (static_cast<int>(blockIdx.y) * 16 >= count) return;
+  // A part of the list a block: lists are about in the order of tokens, and blocks that run together meet in the L2.
+  const int part = ((count + kSplits - 1) / kSplits + 1) / 2 * 2, begin = blockIdx.y * part;
+  const int end = min(begin + part, count);
+  if (begin >= end) return;
   const W* weight = static_cast<const W*>(a.weight) + int64_t(expert) * a.hidden;
 #pragma unroll 5
   for (int i = threadIdx.x; i < a.hidden; i += 256) row[i / 8 * 9 + i % 8] = static_cast<double>(to_float(weight[i]));
   __syncthreads();
   const int32_t* list = f.lists + int64_t(expert) * a.tokens;
-  for (int first = (blockIdx.y * 8 + warp) * 2; first < count; first += kSplits * 16) {
-    int token[2] = {list[first], list[min(first + 1, count - 1)]};
+  for (int first = begin + warp * 2; first < end; first += 16) {
+    int token[2] = {list[first], list[min(first + 1, end - 1)]};
     const bool odd = (token[0] | token[1]) & kOdd;
     token[0] &= kOdd - 1, token[1] &= kOdd - 1;
     double sum[2][2] = {};
@@ -316,42 +339,32 @@ FastLogits fast_form(const RouterArgs& a) {
   return f;
 }
 
-cudaError_t launch_split(const RouterArgs& a, const FastLogits& f, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(f.tiles * 32);
-  if (a.weight_type == DType::kFloat32) {
-    split_kernel<float><<<blocks, 256, 0, stream>>>(a, f);
-  } else {
-    split_kernel<__nv_bfloat16><<<blocks, 256, 0, stream>>>(a, f);
-  }
-  return cudaGetLastError();
+cudaError_t launch_split(const RouterArgs& a, const FastLogits& f, const Float8Args& float8, const DeviceInfo& device,
+                         cudaStream_t stream) {
+  const auto kernel = a.weight_type == DType::kFloat32 ? split_kernel<float> : split_kernel<__nv_bfloat16>;
+  const unsigned blocks = static_cast<unsigned>(f.tiles * 32 + (float8.rows + 7) / 8);
+  return launch_dependent(kernel, {blocks, 256}, device, stream, a, f, float8);
 }
 
-cudaError_t launch_doubts(const RouterArgs& a, const FastLogits& f, cudaStream_t stream) {
+cudaError_t launch_doubts(const RouterArgs& a, const FastLogits& f, const DeviceInfo& device, cudaStream_t stream) {
   const Choices c(a);
   const size_t shared = sizeof(float) * 8 * c.groups * c.stride;
-  const cudaError_t status =
-      cudaFuncSetAttribute(doubts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-  if (status != cudaSuccess) return status;
-  doubts_kernel<<<static_cast<unsigned>((a.tokens + 7) / 8), 256, shared, stream>>>(a, f);
-  return cudaGetLastError();
+  const unsigned blocks = static_cast<unsigned>((a.tokens + 7) / 8);
+  return launch_dependent(doubts_kernel, {blocks, 256, shared}, device, stream, a, f);
 }
 
-cudaError_t launch_exact(const RouterArgs& a, const FastLogits& f, cudaStream_t stream) {
+cudaError_t launch_exact(const RouterArgs& a, const FastLogits& f, const DeviceInfo& device, cudaStream_t stream) {
   const auto kernel = a.weight_type == DType::kFloat32 ? exact_kernel<float> : exact_kernel<__nv_bfloat16>;
-  const size_t shared = sizeof(double) * (a.hidden / 8 * 9);
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-  if (status != cudaSuccess) return status;
-  kernel<<<dim3(static_cast<unsigned>(a.experts), kSplits), 256, shared, stream>>>(a, f);
-  return cudaGetLastError();
+  const dim3 grid(static_cast<unsigned>(a.experts), kSplits);
+  return launch_dependent(kernel, {grid, 256, sizeof(double) * (a.hidden / 8 * 9)}, device, stream, a, f);
 }
 
-cudaError_t launch_logits_fast(const RouterArgs& a, const FastLogits& f, const DeviceInfo& device,
-                               cudaStream_t stream) {
-  cudaError_t status = launch_split(a, f, stream);
+cudaError_t launch_logits_fast(const RouterArgs& a, const FastLogits& f, const Float8Args& float8,
+                               const DeviceInfo& device, cudaStream_t stream) {
+  cudaError_t status = launch_split(a, f, float8, device, stream);
   if (status == cudaSuccess) status = launch_sums_sm90(a, f, device, stream);
-  if (status == cudaSuccess) status = launch_doubts(a, f, stream);
-  if (status == cudaSuccess) status = launch_exact(a, f, stream);
+  if (status == cudaSuccess) status = launch_doubts(a, f, device, stream);
+  if (status == cudaSuccess) status = launch_exact(a, f, device, stream);
   return status;
 }
 

@@ -1,5 +1,7 @@
 // The first pass of prompts' router logits: products of bfloat16 terms on Hopper's tensor cores. A block takes 256
 // experts by 128 tokens; the sums of 64 columns are added up in float32, so that errors stay small and known.
+#include "moe_dependent.h"
+#include "moe_device.cuh"
 #include "moe_gemm_parts.cuh"
 #include "moe_logits_fast.h"
 
@@ -132,6 +134,8 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
+  wait_previous();
+  release_next();
   if (threadIdx.x >= kMultiply) {
     fewer_registers<40>();
     fetch(a, f, base, stages, barriers);
@@ -150,13 +154,10 @@ cudaError_t launch_sums_sm90(const RouterArgs& args, const FastLogits& f, const 
                              cudaStream_t stream) {
   const int stage_bytes = f.terms * kTermBytes + kRightBytes;
   const int room = (device.shared_bytes - 2048) / stage_bytes, stages = room < kStagesHere ? room : kStagesHere;
-  const int bytes = stages * stage_bytes + 1024;
+  const size_t bytes = static_cast<size_t>(stages) * stage_bytes + 1024;
   const auto kernel = f.terms == 2 ? sums_kernel<2> : sums_kernel<1>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return status;
   const dim3 grid(static_cast<unsigned>(f.tiles), static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens));
-  kernel<<<grid, kSumThreads, bytes, stream>>>(args, f, stages);
-  return cudaGetLastError();
+  return launch_dependent(kernel, {grid, kSumThreads, bytes}, device, stream, args, f, stages);
 }
 
 }  // namespace deltafuse::moe

@@ -1,4 +1,6 @@
 // The router of prompts: selection, and the order of tokens by expert, in one launch. Tokens stay on the device.
+#include "moe_dependent.h"
+#include "moe_logits_fast.h"
 #include "moe_select_block.cuh"
 
 namespace deltafuse::moe {
@@ -65,6 +67,63 @@ __device__ __forceinline__ void order_one(const RouterArgs& a, const PermuteArgs
   }
 }
 
+// The choice among a token's few experts that can be chosen; the whole warp. Lane j < top_k gets the j-th and its
+// weight. False: they are not known.
+__device__ __forceinline__ bool select_few(const RouterArgs& a, const uint16_t* few, int token, Candidate* candidates,
+                                           int* id, float* weight) {
+  const int lane = threadIdx.x % 32;
+  const int expert = __ldcg(few + int64_t(token) * kFew + lane);
+  if (__shfl_sync(~0u, expert, 0) == kAnyExpert) return false;
+  const unsigned certain = static_cast<unsigned>(__shfl_sync(~0u, expert, kFewExperts)) |
+                           static_cast<unsigned>(__shfl_sync(~0u, expert, kFewExperts + 1)) << 16;
+  const bool there = lane < kFewExperts && expert != kNoExpert;
+  const int count = __popc(__ballot_sync(~0u, there));
+  float score = 0.0f;
+  uint32_t key = 0;  // of no expert
+  if (there) {
+    score = sigmoid_exact(logit_of(a, token, expert));
+    key = order_of(comparable(a.expert_bias ? score + __ldg(a.expert_bias + expert) : score));
+  }
+  const bool grouped = a.topk_group < a.n_group;
+  const int group = grouped && there ? expert / (a.experts / a.n_group) : 0;
+  const bool doubtful = grouped && there && !(certain >> group & 1);
+  if (__any_sync(~0u, doubtful)) {  // the best ones of such groups are all there
+    uint32_t one = key, two = 0;    // the largest of the lane's group
+    bool leads = there;
+#pragma unroll 1
+    for (int j = 0; j < count; ++j) {
+      const uint32_t other = __shfl_sync(~0u, key, j);
+      const bool same = __shfl_sync(~0u, group, j) == group;  // lanes beyond `count` change nothing
+      if (same && j != lane) two = max(two, min(one, other)), one = max(one, other);
+      if (same && j < lane) leads = false;
+    }
+    const float total = a.group_top == 2 ? key_number(one) + key_number(two) : key_number(one);
+    const uint32_t own = order_of(comparable(total));
+    int better = __popc(certain);
+#pragma unroll 1
+    for (int j = 0; j < count; ++j) {
+      const uint32_t other = __shfl_sync(~0u, own, j);
+      const int other_group = __shfl_sync(~0u, group, j);
+      const bool counts = __shfl_sync(~0u, leads && doubtful, j);
+      better += counts && (other > own || (other == own && other_group < group));
+    }
+    if (doubtful && better >= a.topk_group) key = 0;
+  }
+  int place = 0;
+#pragma unroll 4
+  for (int j = 0; j < count; ++j) {
+    const uint32_t other = __shfl_sync(~0u, key, j);
+    const int other_expert = __shfl_sync(~0u, expert, j);
+    place += other > key || (other == key && other_expert < expert);
+  }
+  if (key && place < a.top_k) candidates[place] = Candidate{__float_as_uint(score), expert};
+  __syncwarp();
+  const Candidate mine = lane < a.top_k ? candidates[lane] : Candidate{0, 0};
+  __syncwarp();
+  *id = mine.expert, *weight = weights_of(a, __uint_as_float(mine.key));
+  return true;
+}
+
 __global__ void __launch_bounds__(kWarps * 32)
     select_kernel(const __grid_constant__ RouterArgs a, const __grid_constant__ PermuteArgs p) {
   extern __shared__ __align__(16) float shared[];
@@ -81,6 +140,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 
   wait_previous();
   release_next();
+  for (int i = block * blockDim.x + threadIdx.x; i < p.zero_count; i += blocks * blockDim.x) p.zeros[i] = 0;
 
   const int first = static_cast<int>(int64_t(a.tokens) * block / blocks);
   const int end = static_cast<int>(int64_t(a.tokens) * (block + 1) / blocks);
@@ -112,7 +172,10 @@ __global__ void __launch_bounds__(kWarps * 32)
   for (int token = first + warp; token < end; token += kWarps) {
     float* scores = shared + warp * each;
     float* choices = scores + a.experts;
-    if (!alone) {  // all logits are on their way at once
+    int id;
+    float weight;
+    const bool known = p.few && select_few(a, p.few, token, candidates[warp], &id, &weight);
+    if (!alone && !known) {  // all logits are on their way at once
 #pragma unroll 16
       for (int e = lane; e < a.experts; e += 32) scores[e] = logit_of(a, token, e);
       auto logit = [&](int, int expert) { return scores[expert]; };
@@ -121,12 +184,10 @@ __global__ void __launch_bounds__(kWarps * 32)
       score_tokens(a, 1, logit, &stats[warp], scores, choices, lane, 32);
       __syncwarp();
     }
-    int id;
-    float weight;
     if (by_parts) {
       id = lane < a.top_k ? chosen[lane] : 0;
       weight = weights_of(a, lane < a.top_k ? scores[id] : 0.0f);
-    } else {
+    } else if (!known) {
       select(a, scores, choices, choices + a.experts, candidates[warp], &id, &weight);
     }
     if (lane < a.top_k) {
@@ -210,35 +271,16 @@ int select_blocks(int tokens, const DeviceInfo& device) {
   return wanted < 1 ? 1 : wanted > device.multiprocessors ? device.multiprocessors : wanted;
 }
 
-cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, cudaStream_t stream) {
-  const size_t shared = select_shared(args);
-  cudaError_t status =
-      cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-  if (status != cudaSuccess) return status;
-  if (permute.blocks > 1) {
-    status = cudaMemsetAsync(permute.barrier, 0, sizeof(uint32_t), stream);
+cudaError_t launch_select(const RouterArgs& args, const PermuteArgs& permute, const DeviceInfo& device,
+                          cudaStream_t stream) {
+  const bool together = permute.blocks > 1;
+  if (together && !permute.barrier_set) {
+    const cudaError_t status = cudaMemsetAsync(permute.barrier, 0, sizeof(uint32_t), stream);
     if (status != cudaSuccess) return status;
   }
-  DeviceInfo device;
-  status = device_info(&device);
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attribute{};
-  if (permute.blocks > 1) {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  } else {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(permute.blocks));
-  config.blockDim = dim3(kWarps * 32);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = permute.blocks > 1 || device.capability >= 90 ? 1 : 0;
-  status = cudaLaunchKernelEx(&config, select_kernel, args, permute);
-  return status == cudaSuccess ? cudaGetLastError() : status;
+  LaunchForm form{static_cast<unsigned>(permute.blocks), kWarps * 32, select_shared(args)};
+  form.cooperative = together;
+  return launch_dependent(select_kernel, form, device, stream, args, permute);
 }
 
 cudaError_t launch_shared_tiles(TokenTile* tiles, int32_t* num_tiles, int tokens, int tile_tokens,

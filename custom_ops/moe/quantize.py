@@ -29,7 +29,7 @@ class QuantizedStack:
     Attributes:
         weight, scale, zero_point: tensors as the op's inputs take them; scale and zero_point may be None.
         error: relative L2 norm of the difference from the weights before.
-        product_error: the same of what the weights make of the samples; None without any.
+        product_error: the same of what the weights make of their inputs; None where nothing is known of these.
     """
 
     weight: ir.TensorProtocol
@@ -134,6 +134,7 @@ class ExpertStatistics:
         router: Mapping[str, Array] | None,
         gate_up: Callable[[int], Array],
         bias: Array | None = None,
+        algorithm: str = "gptq",
     ) -> None:
         """
         Args:
@@ -143,15 +144,16 @@ class ExpertStatistics:
                 token, and each is taken to see them all.
             gate_up: float weights ``[G*I, D]`` of an expert.
             bias: of these, ``[F, G*I]``.
+            algorithm: what the statistics are for (:class:`Statistics`).
         """
         rows = x.reshape(-1, config.hidden_size)
         rows = rows[np.all(np.isfinite(rows.astype(np.float32)), axis=1)]
         if len(rows) > MAX_ROWS:
             rows = rows[np.linspace(0, len(rows) - 1, MAX_ROWS).astype(np.int64)]
         self._config, self._rows, self._gate_up = config, rows.astype(np.float32), gate_up
-        self._shared = Statistics.of(rows)
+        self._shared = Statistics.of(rows, algorithm)
         self._ids = None if router is None else route(config, rows, router).ids
-        self._bias = bias
+        self._bias, self._algorithm = bias, algorithm
 
     def gate_up(self, index: int) -> Statistics | None:
         return self._shared
@@ -165,4 +167,4 @@ class ExpertStatistics:
         mixed = seen @ np.asarray(self._gate_up(index), np.float32).T
         if self._bias is not None:
             mixed = mixed + self._bias[index].astype(np.float32)
-        return Statistics.of(hidden(self._config, mixed.astype(np.float64)))
+        return Statistics.of(hidden(self._config, mixed.astype(np.float64)), self._algorithm)

@@ -10,7 +10,7 @@ from ..result import PassReport
 
 
 class RemoveUnitFactors(Pass):
-    """``x * 1`` and ``x / 1`` with a scalar one are x, to the bit."""
+    """``x * 1`` and ``x / 1`` with one number are x, to the bit."""
 
     name = "remove-unit-factors"
     needs = frozenset({"folded"})
@@ -27,7 +27,11 @@ class RemoveUnitFactors(Pass):
                 if x is None or one is None or not view.is_const(one):
                     continue
                 array = view.array(one)
-                if array is not None and array.ndim == 0 and float(array) == 1.0 and x.dtype == one.dtype is not None:
+                if array is None or array.size != 1 or x.dtype != one.dtype or x.dtype is None:
+                    continue
+                # with as many axes as x at most, else the product has more than x
+                kept = array.ndim == 0 or (x.shape is not None and array.ndim <= len(x.shape))
+                if kept and float(array.reshape(-1)[0]) == 1.0:
                     node.outputs[0].replace_all_uses_with(x)
                     model.graph.remove(node, safe=True)
                     report.matched += 1

@@ -12,7 +12,7 @@ from ...custom_ops.common.refusal import Refusal
 from ..graph import GraphView, attribute_string, is_op, rank_of, static_dims
 from .caches import Cache, read_cache
 from .core import Core
-from .flow import Flow, channels_of
+from .flow import Flow, channels_of, row_width
 from .linear import Lin, of_dim
 from .masks import Places
 from .parts import End, Latent, einsum_labels, ends_of, is_quantized
@@ -66,6 +66,8 @@ def read_block(view: GraphView, symbolic: Symbolic, core: Core) -> Block | Refus
         return None
     if found is None or isinstance(found, Refusal):
         return None if found is None else replace(found, node=name)
+    if core.left is not None:
+        return replace(core.left, node=name)
     made = _block(view, symbolic, core, ends[0], found)
     return replace(made, node=name) if isinstance(made, Refusal) else made
 
@@ -139,13 +141,14 @@ def _queries_at(core: Core, heads: int) -> int:
 
 
 def channels_of_factor(flow: Flow, root: ir.Value) -> int | None:
-    """The last dim of a factor where it is multiplied."""
+    """The last dim of a factor where it is multiplied; complex numbers have theirs in front of an axis of size one."""
     node = flow.factors[root]
     dims = [d[-1] for v in node.inputs if v is not None and (d := static_dims(v))]
     own = channels_of(root)
-    if own == 1 or (dims and min((d for d in dims if d is not None), default=0) == 1):
-        return 1
-    return own
+    least = min((d for d in dims if d is not None), default=0)
+    if len(dims) > 1 and (set(dims) == {1} or (own == 1 and least > 1)):
+        return row_width(root)
+    return 1 if own == 1 or least == 1 else own
 
 
 def _sizes(core: Core, ways: Ways, end: End) -> tuple[int, int, int, int] | Refusal:
@@ -167,10 +170,10 @@ def _sizes(core: Core, ways: Ways, end: End) -> tuple[int, int, int, int] | Refu
     if heads is None and rope and end.layout in ("BSC", "NC") and (wide := channels_of(end.x)) is not None:
         heads = (q_channels + wide - total) // rope
         value = wide // heads if heads else None
-    if not heads or value is None or q_channels % heads or total % heads:
+    if not heads or value is None:
         return Refusal("shape", "the number of heads is not known")
     nope = total // heads - value
-    if nope < 1 or q_channels // heads != nope + rope:
+    if nope < 1 or total % heads or q_channels != heads * (nope + rope):
         return Refusal(
             "heads",
             f"{q_channels} channels of queries, {total} of keys and values and {heads} heads of {value} with {rope} "
@@ -180,10 +183,18 @@ def _sizes(core: Core, ways: Ways, end: End) -> tuple[int, int, int, int] | Refu
 
 
 def _q_channels(q: ir.Value) -> int | None:
-    """Channels of queries that come in four axes."""
-    dims = static_dims(q)
+    """Channels of all heads, of queries that come in four axes: a share of the layer's, where they are cut of one."""
+    dims, node = static_dims(q), q.producer()
     if dims is None or dims[-1] is None:
         return None
+    value = node.inputs[0] if is_op(node, "Slice", "Split") and node is not None else None
+    whole = None if value is None else channels_of(value)
+    while value is not None and whole:
+        if (rank_of(value) or 4) <= 3:
+            layer = channels_of(value)
+            return None if layer is None else layer // whole * dims[-1]
+        node = value.producer()
+        value = node.inputs[0] if is_op(node, "Cast", "Reshape", "Transpose") and node is not None else None
     heads = [d for d in dims[1:3] if d is not None]
     return heads[-1] * dims[-1] if len(heads) >= 1 else None
 

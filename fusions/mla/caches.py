@@ -29,6 +29,7 @@ class Cache:
         packed: rotary keys lie behind the latents in one tensor.
         lengths: the value that says how many tokens are there; None for a cache that grows.
         nodes: what makes the places of new tokens.
+        turned: tokens lie before heads in a cache of keys and values, [B, P, H, .].
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Cache:
     packed: bool = False
     lengths: ir.Value | None = None
     nodes: set[ir.Node] = field(default_factory=set)
+    turned: bool = False
 
     @property
     def keys(self) -> str:
@@ -64,7 +66,10 @@ class Cache:
         for name, (past, present) in self.pasts.items():
             axes = 4 if self.kind == "expanded" else len(past.shape or ())
             width = rank + rope if self.packed else rank if name == "past_latent" else rope
-            if self.kind == "expanded":
+            turn = (0, 2, 1, 3) if self.turned else None
+            if self.turned:
+                operands[name] = Operand((Piece(past, turn, axes=("batch", "past", None, None)),))
+            elif self.kind == "expanded":
                 operands[name] = Operand((Piece(past, axes=("batch", None, "past", None)),))
             elif axes == 4:
                 operands[name] = Operand((Piece(past, reshape=(0, -1, width), axes=("batch", None, "past", None)),))
@@ -72,7 +77,7 @@ class Cache:
                 operands[name] = Operand((Piece(past, axes=("batch", "past", None)),))
             if present is not None and wanted:
                 reshape = (0, 1, -1, width) if self.kind == "latent" and axes == 4 else None
-                results[name.replace("past", "present")] = Result((present,), reshape=reshape)
+                results[name.replace("past", "present")] = Result((present,), reshape=reshape, permutation=turn)
 
 
 def read_cache(
@@ -94,7 +99,7 @@ def read_cache(
             return Refusal("cache", "keys and values are not joined to one cache each")
         return _expanded(symbolic, others[0], v_flow.joins[0])
     if others:
-        return Refusal("cache", "rotary keys have a cache, latents have none")
+        return Refusal("cache", "rotary keys have a cache, latents have none, or one in another layout")
     return None
 
 
@@ -119,11 +124,15 @@ def _latents(symbolic: Symbolic, latents: list[Join], ropes: list[Join], rope: i
 
 def _expanded(symbolic: Symbolic, keys: Join, values: Join) -> Cache | Refusal:
     for join in (keys, values):
-        if join.axis != 2 or rank_of(join.past) != 4:
+        if join.axis not in (1, 2) or join.axis != keys.axis or rank_of(join.past) != 4:
             return Refusal("cache", "a cache of keys and values in another layout")
     found = _with_length(symbolic, "expanded", [keys, values])
     if isinstance(found, Refusal):
         return found
+    if keys.axis == 1:  # each call turns them: no more than the copies that joining them takes
+        if found.lengths is not None or None in [(static_dims(j.past) or [None] * 4)[2] for j in (keys, values)]:
+            return Refusal("cache", "a cache of keys and values in another layout")
+        found.turned = True
     found.pasts = {"past_key": (keys.past, keys.present), "past_value": (values.past, values.present)}
     return found
 

@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from ...custom_ops.common.refusal import Refusal
 from ..graph import (
-    FLOAT_TYPES,
     GraphView,
     attribute_float,
     attribute_int,
@@ -19,7 +18,12 @@ from ..graph import (
     rank_of,
     static_dims,
 )
+from .guards import is_row_guard, nan_guard, row_nodes
 from .masks import MaskTerm, as_truths, nothing
+
+#: Why latent attention is left as it is; of other attention nothing is said.
+_SOFTCAP = Refusal("softcap", "attention with a soft cap on its scores")
+_SINKS = Refusal("sinks", "scores of sinks beside those of the keys, which the op has not")
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Core:
         scale: what the graph multiplies the scores with behind the products.
         terms: masks; causal: an attribute says so.
         explained: guards and the steps between products and o.
-        guards: (truths, node): rows whose truths are all false give zeros.
+        left: why the op can't take it, where it is latent attention.
     """
 
     anchor: ir.Node
@@ -51,6 +55,7 @@ class Core:
     product: ir.Node | None = None  # of the probabilities and the values
     heads: int = 0  # where the attention says it
     scored: list[ir.Node] = field(default_factory=list)  # the products that make the scores
+    left: Refusal | None = None
     queries_at: int = 2  # the queries' axis in the scores, from the last: 3 for [batch, queries, heads, keys]
 
 
@@ -95,7 +100,9 @@ def _unpack(view: GraphView, core: Core) -> None:
     def before(value: ir.Value) -> ir.Value | None:
         flat = value.producer()
         turn = flat.inputs[0].producer() if is_op(flat, "Reshape") and flat and flat.inputs[0] is not None else None
-        source = turn.inputs[0] if _swaps(turn) and turn is not None else None
+        # keys and values may have come in another order: where they come from is what counts
+        turns = _swaps(turn) or (value is not q and is_op(turn, "Transpose"))
+        source = turn.inputs[0] if turns and turn is not None else None
         if source is None or (static_dims(source) or [0, 0])[1] != core.heads:
             return None
         nodes.update(n for n in (flat, turn) if n is not None)
@@ -129,14 +136,13 @@ def _attention(view: GraphView, node: ir.Node) -> Core | Refusal | None:
     q, k, v = node.inputs[:3]
     if q is None or k is None or v is None:
         return None
-    if attribute_float(node, "softcap", 0.0):
-        return Refusal("softcap", "attention with a soft cap on its scores", node.name or "")
     mask = node.inputs[3] if len(node.inputs) > 3 else None
     scale = attribute_float(node, "scale", 0.0)
     core = Core(node, "attention", [(q, k)], v, node.outputs[0], scale or 1.0, default_scale=not scale)
     core.explained.add(node)
     core.causal = bool(attribute_int(node, "is_causal", 0))
     core.heads = attribute_int(node, "q_num_heads", 0)
+    core.left = _SOFTCAP if attribute_float(node, "softcap", 0.0) else None
     if mask is not None:
         core.terms.append(MaskTerm("keep" if mask.dtype == ir.DataType.BOOL else "add", mask))
     if len(node.inputs) > 5 and node.inputs[4] is not None and node.inputs[5] is not None:
@@ -176,7 +182,9 @@ def leads_to_product(view: GraphView, value: ir.Value | None) -> bool:
             return leads_to_product(view, producer.inputs[0]) or leads_to_product(view, producer.inputs[1])
         if is_op(producer, "Mul", "Div"):
             value = producer.inputs[1] if view.scalar(producer.inputs[0]) is not None else producer.inputs[0]
-        elif is_op(producer, "Cast", "Identity", "Reshape", "Tanh", "Unsqueeze", "Squeeze"):
+        elif is_op(producer, "Cast", "Identity", "Reshape", "Tanh", "Unsqueeze", "Squeeze") or _less_most(
+            view, producer
+        ):
             value = producer.inputs[0]  # a soft cap, Tanh, is met and refused later
         else:
             return False
@@ -193,8 +201,17 @@ def _before(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
         if is_op(producer, "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze") and producer.inputs[0] is not None:
             core.explained.add(producer)
             value = producer.inputs[0]
-        elif is_op(producer, "Tanh"):
-            return Refusal("softcap", "attention with a soft cap on its scores", producer.name or "")
+        elif is_op(producer, "Tanh") and producer.inputs[0] is not None:
+            core.left, value = _SOFTCAP, producer.inputs[0]
+        elif _less_most(view, producer) and producer.inputs[0] is not None and producer.inputs[1] is not None:
+            core.explained |= {n for n in (producer, producer.inputs[1].producer()) if n is not None}
+            value = producer.inputs[0]
+        elif is_op(producer, "Concat"):
+            parts = [v for v in producer.inputs if v is not None and leads_to_product(view, v)]
+            if len(parts) != 1:
+                return None
+            core.left = _SINKS
+            value = parts[0]
         elif is_op(producer, "Mul", "Div") and (found := scaled(view, producer)) is not None:
             core.explained.add(producer)
             value, factor = found
@@ -227,6 +244,16 @@ def _before(view: GraphView, core: Core, value: ir.Value) -> Refusal | None:
         else:
             return _products(view, core, value)
     return None
+
+
+def _less_most(view: GraphView, node: ir.Node) -> bool:
+    """Does it take off each row's largest score, which changes no probability?"""
+    most = node.inputs[1].producer() if is_op(node, "Sub") and node.inputs[1] is not None else None
+    if most is None or not is_op(most, "ReduceMax") or most.inputs[0] is not node.inputs[0]:
+        return False
+    rank = rank_of(node.outputs[0])
+    axes = attribute_ints(most, "axes") or (view.ints(most.inputs[1]) if len(most.inputs) > 1 else None)
+    return rank is not None and bool(axes) and [a % rank for a in axes or ()] == [rank - 1]
 
 
 def scaled(view: GraphView, node: ir.Node) -> tuple[ir.Value, float] | None:
@@ -273,7 +300,7 @@ def _after(view: GraphView, core: Core, value: ir.Value) -> bool:
     """From the probabilities to the product with the values."""
     for _ in range(16):
         users = view.users(value)
-        guarded = _nan_guard(view, value)
+        guarded = nan_guard(view, value)
         if guarded is not None:
             core.explained |= guarded[0]
             value = guarded[1]
@@ -289,54 +316,30 @@ def _after(view: GraphView, core: Core, value: ir.Value) -> bool:
             _guards(view, core)
             return True
         if is_op(user, "Where"):
-            if not _is_row_guard(view, core, user, value):
+            if not is_row_guard(view, _kept(view, core), user, value):
                 return False
-            core.explained |= _row_nodes(user)
+            core.explained |= row_nodes(user)
         elif not is_op(user, "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"):
-            return False
+            if core.left is None or not is_op(user, "Slice", "Split"):  # a column of sinks is cut off again
+                return False
         core.explained.add(user)
         value = user.outputs[0]
     return False
-
-
-def _nan_guard(view: GraphView, value: ir.Value) -> tuple[set[ir.Node], ir.Value] | None:
-    """(nodes, result) of `Where(IsNaN(value), 0, value)`, where nothing else reads the value.
-
-    The question may be asked of the value in 16 bits: weights of a softmax, and their means, don't become NaN by that.
-    """
-    users = view.users(value)
-    if len(users) != 2:
-        return None
-    for asked in users:
-        nodes, guard = {asked}, asked
-        if is_op(asked, "Cast"):
-            inner = view.users(asked.outputs[0])
-            if len(inner) != 1 or asked.outputs[0].dtype not in FLOAT_TYPES:
-                continue
-            guard = inner[0]
-            nodes.add(guard)
-        where = next((u for u in users if u is not asked), None)
-        if where is None or not is_op(guard, "IsNaN") or not is_op(where, "Where"):
-            continue
-        given = where.inputs[0] is guard.outputs[0] and view.users(guard.outputs[0]) == [where]
-        if given and view.scalar(where.inputs[1]) == 0.0 and where.inputs[2] is value:
-            return {*nodes, where}, where.outputs[0]
-    return None
 
 
 def _guards(view: GraphView, core: Core) -> None:
     """Behind the attention: rows without a key that counts become zeros; NaN becomes zero."""
     for _ in range(3):
         users = view.users(core.o)
-        guarded = _nan_guard(view, core.o)
+        guarded = nan_guard(view, core.o)
         if guarded is not None:
             core.explained |= guarded[0]
             core.o = guarded[1]
             continue
-        if len(users) != 1 or not _is_row_guard(view, core, users[0], core.o):
+        if len(users) != 1 or not is_row_guard(view, _kept(view, core), users[0], core.o):
             return
         where = users[0]
-        core.explained |= {where, *_row_nodes(where)}
+        core.explained |= {where, *row_nodes(where)}
         core.o = where.outputs[0]
 
 
@@ -348,28 +351,3 @@ def _kept(view: GraphView, core: Core) -> set[ir.Value]:
         if truths is not None:
             found.add(truths[0])
     return found
-
-
-def _is_row_guard(view: GraphView, core: Core, where: ir.Node, value: ir.Value) -> bool:
-    """`Where(sum(mask) < 1, 0, o)` with the mask of the scores."""
-    if not is_op(where, "Where") or where.inputs[2] is not value or view.scalar(where.inputs[1]) != 0.0:
-        return False
-    less = None if where.inputs[0] is None else where.inputs[0].producer()
-    if not is_op(less, "Less") or less is None or view.scalar(less.inputs[1]) not in (1.0, 0.5):
-        return False
-    total = None if less.inputs[0] is None else less.inputs[0].producer()
-    if not is_op(total, "ReduceSum") or total is None:
-        return False
-    axes = view.ints(total.inputs[1]) if len(total.inputs) > 1 else None
-    rank = None if total.inputs[0] is None else rank_of(total.inputs[0])
-    if axes is None or rank is None or [a % rank for a in axes] != [rank - 1]:
-        return False
-    cast = None if total.inputs[0] is None else total.inputs[0].producer()
-    return is_op(cast, "Cast") and cast is not None and cast.inputs[0] in _kept(view, core)
-
-
-def _row_nodes(where: ir.Node) -> set[ir.Node]:
-    less = where.inputs[0].producer()  # type: ignore[union-attr]
-    total = less.inputs[0].producer()  # type: ignore[union-attr]
-    cast = total.inputs[0].producer()  # type: ignore[union-attr]
-    return {n for n in (less, total, cast) if n is not None}

@@ -12,7 +12,7 @@ from .symbolic import Symbolic
 _TABLE = 1 << 20
 _OPS = ("Cast", "Cos", "Gather", "GatherND", "Sin", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 #: The same where angles are made of positions, and cosines of angles: some layers make their own.
-_ANGLES = ("Concat", "Expand", "MatMul", "Mul", "Reshape")
+_ANGLES = ("Concat", "Expand", "MatMul", "Mul", "Reshape", "Split", "Tile")
 
 
 def merge_equal(graph: ir.Graph) -> int:
@@ -23,15 +23,16 @@ def merge_equal(graph: ir.Graph) -> int:
     count = 0
     for node in list(graph):
         if (
-            not (is_op(node, *_OPS) or (is_op(node, *_ANGLES) and _of_angles(node)))
-            or node.outputs[0].is_graph_output()
+            not (is_op(node, *_OPS) or (is_op(node, *_ANGLES) and (_of_angles(node) or _of_table(view, node))))
+            or any(v.is_graph_output() for v in node.outputs)
             or view.is_const(node.outputs[0])
         ):
             continue
         key = _key(view, symbolic, node)
         known = first.setdefault(key, node)
         if known is not node:
-            node.outputs[0].replace_all_uses_with(known.outputs[0])
+            for same, value in zip(node.outputs, known.outputs, strict=True):
+                same.replace_all_uses_with(value)
             graph.remove(node, safe=True)
             count += 1
     return count
@@ -43,12 +44,25 @@ def _of_angles(node: ir.Node) -> bool:
         return True
     stack, seen = [node], {node}
     while stack and len(seen) < 16:
-        for user, _ in stack.pop().outputs[0].uses():
+        for user, _ in (use for value in stack.pop().outputs for use in value.uses()):
             if is_op(user, "Cos", "Sin"):
                 return True
             if user not in seen and is_op(user, *_OPS, *_ANGLES):
                 seen.add(user)
                 stack.append(user)
+    return False
+
+
+def _of_table(view: GraphView, node: ir.Node) -> bool:
+    """Are they rows of a constant table, moved?"""
+    value = node.inputs[0]
+    for _ in range(8):
+        producer = None if value is None else value.producer()
+        if value is None or producer is None or view.is_const(value):
+            return value is not None and view.is_const(value)
+        if not is_op(producer, *_OPS, *_ANGLES):
+            return False
+        value = producer.inputs[0]
     return False
 
 
@@ -75,4 +89,4 @@ def _key(view: GraphView, symbolic: Symbolic, node: ir.Node) -> tuple[object, ..
         else:
             inputs.append(_table(view, value))
     attributes = tuple((n, str(a.value)) for n, a in sorted(node.attributes.items()))
-    return (node.op_type, *inputs, attributes)
+    return (node.op_type, len(node.outputs), *inputs, attributes)

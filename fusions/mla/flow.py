@@ -360,3 +360,11 @@ def channels_of(value: ir.Value) -> int | None:
     """The last dim, where it is known."""
     dims = static_dims(value)
     return dims[-1] if dims else None
+
+
+def row_width(value: ir.Value) -> int | None:
+    """The last dim, or that in front of it where it is one: parts of complex numbers keep such an axis."""
+    dims = static_dims(value)
+    if not dims:
+        return None
+    return dims[-2] if len(dims) > 2 and dims[-1] == 1 else dims[-1]

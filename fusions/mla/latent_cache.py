@@ -19,7 +19,7 @@ from ...custom_ops.common.refusal import Refusal
 from ...custom_ops.mla import body, call
 from ...custom_ops.mla.draw import draw_inputs
 from ...custom_ops.mla.spec import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, OUTPUTS, MlaConfig
-from ..graph import attribute_int, is_op
+from ..graph import attribute_int, attribute_ints, is_op
 from ..op import TOLERANCE
 from ..passes import Pass
 from ..proof.problem import session
@@ -74,14 +74,19 @@ class LatentCache(Pass):
         given = {n: v for n, v in zip(INPUTS, node.inputs, strict=False) if v is not None}
         made = {n: v for n, v in zip(OUTPUTS, node.outputs, strict=False) if v.name}
         name = node.name or ""
+        at = 2 if given["past_key"].is_graph_input() else 1  # the tokens' axis, of the model's own caches
         for role in ("past_key", "past_value"):
-            past = given[role]
-            others = [u for u, _ in past.uses() if u is not node]
-            if not past.is_graph_input() or any(_size_axis(u) is None for u in others):
+            past = given[role] if at == 2 else _before(given[role])
+            own = {node} if at == 2 else {given[role].producer()}
+            others = [] if past is None else [u for u, _ in past.uses() if u not in own]
+            if past is None or not past.is_graph_input() or any(_size_axis(u, at) is None for u in others):
                 return Refusal("latent-cache", f"{role} is not an input of the model for this node alone", name)
+            given[role] = past
         for role in ("present_key", "present_value"):
-            if role not in made or not made[role].is_graph_output() or made[role].uses():
+            present = made.get(role) if at == 2 or role not in made else _behind(made[role])
+            if present is None or not present.is_graph_output() or present.uses():
                 return Refusal("latent-cache", f"{role} is not an output of the model and nothing else", name)
+            made[role] = present
         config = config_of(node)
         dtype = given["q"].dtype
         if dtype is None or given["past_key"].shape is None:
@@ -92,7 +97,7 @@ class LatentCache(Pass):
                 return Refusal("latent-cache", f"with latents the results differ by {error:.1e}", name)
         latent = replace(config, cache="latent")
         rope = config.qk_rope_head_dim
-        self._exchange(model, node, latent, given, made, dtype, rope)
+        self._exchange(model, node, latent, given, made, dtype, rope, at)
         return None
 
     def _exchange(
@@ -104,12 +109,13 @@ class LatentCache(Pass):
         made: dict[str, ir.Value],
         dtype: ir.DataType,
         rope: int,
+        at: int,
     ) -> None:
         graph = model.graph
         used = {v.name for v in graph.inputs} | {v.name for n in graph for v in n.outputs}
         olds = [given.pop(role) for role in ("past_key", "past_value")]
         assert olds[0].shape is not None
-        batch, length = olds[0].shape[0], olds[0].shape[2]
+        batch, length = olds[0].shape[0], olds[0].shape[at]
         widths = {"past_latent": config.kv_lora_rank, **({"past_k_rope": rope} if rope else {})}
         news: list[ir.Value] = []
         for (role, width), old in zip(widths.items(), olds, strict=False):
@@ -121,8 +127,8 @@ class LatentCache(Pass):
             news.append(value)
             given[role] = value
         for old in olds:
-            for user in [u for u, _ in old.uses() if u is not node]:
-                axis = _size_axis(user)
+            for user in [u for u, _ in old.uses() if is_op(u, "Shape")]:
+                axis = _size_axis(user, at)
                 assert axis is not None
                 user.replace_input_with(0, news[0])
                 user.attributes["start"] = ir.AttrInt64("start", axis)
@@ -141,19 +147,20 @@ class LatentCache(Pass):
         fresh["o"].shape = made["o"].shape
         outs = [made[role] for role in ("present_key", "present_value")]
         assert outs[0].shape is not None
-        total = outs[0].shape[2]
+        total = outs[0].shape[at]
         presents = [fresh[role] for role in ("present_latent", "present_k_rope") if role in fresh]
         for value, old, width in zip(presents, outs, widths.values(), strict=False):
             role = "latent" if value is presents[0] else "k_rope"
             value.name = _named(old.name or role, role, used)
             value.shape = ir.Shape([batch, total, width])
-        at = [list(graph.outputs).index(old) for old in outs]
+        ends = [list(graph.outputs).index(old) for old in outs]
         before = (*map(_shown, olds), *map(_shown, outs))
-        for i, place in sorted(enumerate(at), key=lambda t: -t[1]):
+        for i, place in sorted(enumerate(ends), key=lambda t: -t[1]):
             del graph.outputs[place]
             if i < len(presents):
                 graph.outputs.insert(place, presents[i])
-        graph.remove(node, safe=False)
+        turns = [] if at == 2 else [*(u for old in olds for u, _ in old.uses()), *(old.producer() for old in outs)]
+        graph.remove([n for n in (*turns, node) if n is not None], safe=False)
         for i, place in sorted(enumerate(places), key=lambda t: -t[1]):
             del graph.inputs[place]
             if i < len(news):
@@ -167,12 +174,28 @@ class LatentCache(Pass):
         return self._errors[small]
 
 
-def _size_axis(node: ir.Node) -> int | None:
-    """Where a `Shape` of the batch or the length alone finds it in a cache of latents; None for other readers."""
+def _before(value: ir.Value) -> ir.Value | None:
+    """What heads and tokens of are exchanged for the node alone."""
+    turn = value.producer()
+    return turn.inputs[0] if turn is not None and _turns(turn) and len(value.uses()) == 1 else None
+
+
+def _behind(value: ir.Value) -> ir.Value | None:
+    """What is made of a node's output by exchanging heads and tokens, if nothing else is."""
+    users = [u for u, _ in value.uses()]
+    return users[0].outputs[0] if len(users) == 1 and _turns(users[0]) and not value.is_graph_output() else None
+
+
+def _turns(node: ir.Node) -> bool:
+    return is_op(node, "Transpose") and attribute_ints(node, "perm") == [0, 2, 1, 3]
+
+
+def _size_axis(node: ir.Node, at: int) -> int | None:
+    """Where a `Shape` of the batch or the length (axis ``at``) alone finds it in a cache of latents; else None."""
     if not is_op(node, "Shape"):
         return None
     limits = attribute_int(node, "start", 0), attribute_int(node, "end", -1)
-    return {(0, 1): 0, (2, 3): 1}.get(limits)
+    return {(0, 1): 0, (at, at + 1): 1}.get(limits)
 
 
 def config_of(node: ir.Node) -> MlaConfig:

@@ -20,6 +20,8 @@ def rows_piece(value: ir.Value, width: int, *, label: str = "tokens") -> Piece |
     if dims is None:
         return None
     rank = len(dims)
+    if width > 1 and dims[-1] == 1:
+        return _parts_piece(value, width, label)
     if width == 1 and (static_dims(value) or [0])[-1] != 1:
         # a number for each token, without a last axis
         if rank == 2:
@@ -33,6 +35,21 @@ def rows_piece(value: ir.Value, width: int, *, label: str = "tokens") -> Piece |
         axes = (_batch(dims[0]), None, label, None) if dims[1] == 1 else (_batch(dims[0]), label, None, None)
         return Piece(value, reshape=(0, -1) if width == 1 else (0, -1, width), axes=axes)
     return None
+
+
+def _parts_piece(value: ir.Value, width: int, label: str) -> Piece | None:
+    """The same of a part of complex numbers, which has an axis of size one behind its channels."""
+    dims = list(value.shape or ())[:-1]
+    one = [i for i in range(1, len(dims) - 1) if dims[i] == 1]
+    if len(dims) == 2:
+        return Piece(value, reshape=(1, -1, width), axes=(label, None, None))
+    if len(dims) == 3:
+        return Piece(value, reshape=(0, 0, width), axes=(_batch(dims[0]), label, None, None))
+    if len(dims) != 4 or not one:
+        return None
+    axes = [_batch(dims[0]), label, label, None, None]
+    axes[one[0]] = None
+    return Piece(value, reshape=(0, -1, width), axes=tuple(axes))
 
 
 def _batch(dim: int | ir.SymbolicDim) -> str | None:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..graph import GraphView, attribute_float, attribute_int, attribute_string, is_op, rank_of, static_dims
-from .core import is_anchor, is_product, leads_to_product
+from ..graph import GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
+from .core import leads_to_product
 from .masks import nothing
+from .plain_forms import feeds_attention, leads_to_softmax, operands_of, terms_of
 
 
 class Plain:
@@ -43,7 +44,7 @@ class Plain:
             elif is_op(node, "Einsum"):
                 self._halve(view, node)
                 self._flatten(view, node)
-            elif node.op_type == "RotaryEmbedding" and (operands := _operands(node)) is not None:
+            elif node.op_type == "RotaryEmbedding" and (operands := operands_of(node)) is not None:
                 self._spell(node, *operands)
 
     def restore(self) -> None:
@@ -114,7 +115,7 @@ class Plain:
     def _halve(self, view: GraphView, node: ir.Node) -> None:
         """Let a product of probabilities, values and a projection be two products."""
         equation = attribute_string(node, "equation", "")
-        terms, right = _terms(equation)
+        terms, right = terms_of(equation)
         if len(node.inputs) != 3 or len(terms) != 3 or not right or any(len(set(t)) != len(t) for t in terms):
             return
         a, b, weight = node.inputs
@@ -127,7 +128,7 @@ class Plain:
             or view.is_const(b)
         ):
             return
-        if a.shape is None or b.shape is None or not _leads_to_softmax(a):
+        if a.shape is None or b.shape is None or not leads_to_softmax(a):
             return
         kept = [c for c in dict.fromkeys(terms[0] + terms[1]) if c in terms[2] or c in right]
         sizes = dict(zip(terms[1], b.shape, strict=True))
@@ -156,7 +157,7 @@ class Plain:
     def _flatten(self, view: GraphView, node: ir.Node) -> None:
         """Let a layer with a weight [channels, heads, channels of a head] be one with two axes."""
         equation = attribute_string(node, "equation", "")
-        terms, right = _terms(equation)
+        terms, right = terms_of(equation)
         if len(node.inputs) != 2 or len(terms) != 2 or not right:
             return
         x, weight = node.inputs
@@ -172,7 +173,7 @@ class Plain:
             return
         data, own = terms
         plain = len(data) == 3 and len(own) == 3 and len(set(data + own)) == 5 and own[0] == data[2]
-        if not plain or right != data[:2] + own[1:] or None in dims or not _feeds_attention(node):
+        if not plain or right != data[:2] + own[1:] or None in dims or not feeds_attention(node):
             return
         _, heads, width = (d for d in dims if d is not None)
         made: list[ir.Node] = []
@@ -204,7 +205,7 @@ class Plain:
 
     def _spell(self, node: ir.Node, x: ir.Value, cos: ir.Value, sin: ir.Value, places: ir.Value | None) -> None:
         """Write a rotation out as the sums and products that it is."""
-        if node.outputs[0].is_graph_output() or not _feeds_attention(node):
+        if node.outputs[0].is_graph_output() or not feeds_attention(node):
             return
         dims, width = static_dims(x), attribute_int(node, "rotary_embedding_dim", 0)
         heads = attribute_int(node, "num_heads", 0)
@@ -356,52 +357,3 @@ class Plain:
             for value in inputs:
                 if value in self._constants and not value.uses():
                     self.graph.initializers.pop(str(value.name), None)
-
-
-def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value | None] | None:
-    """What is rotated, cosines, sines and places in them, of a ``RotaryEmbedding`` of ONNX or of ONNX Runtime."""
-    x, *rest = [*node.inputs, None, None, None]
-    if is_op(node, "RotaryEmbedding"):
-        cos, sin, places = rest[:3]
-    elif node.domain == "com.microsoft" and attribute_float(node, "scale", 1.0) == 1.0:
-        places, cos, sin = rest[:3]
-        if attribute_int(node, "is_packed_batching", 0) or places is None or rank_of(places) != 2:
-            return None
-    else:
-        return None
-    return None if x is None or cos is None or sin is None else (x, cos, sin, places)
-
-
-def _terms(equation: str) -> tuple[list[str], str]:
-    """The operands' letters of an Einsum and its result's, or none."""
-    left, _, right = equation.replace(" ", "").partition("->")
-    return ([], "") if "." in equation else (left.split(","), right)
-
-
-def _leads_to_softmax(value: ir.Value) -> bool:
-    """Are they probabilities, maybe cast or guarded?"""
-    for _ in range(6):
-        node = value.producer()
-        if is_op(node, "Softmax"):
-            return True
-        if node is None or not is_op(node, "Cast", "Where", "Identity") or node.inputs[-1] is None:
-            return False
-        value = node.inputs[-1]
-    return False
-
-
-def _feeds_attention(node: ir.Node) -> bool:
-    """Reads an attention, by steps other than linear layers, what the node gives?"""
-    stack, seen = [node], {node}
-    while stack and len(seen) < 400:
-        for user in (u for v in stack.pop().outputs for u, _ in v.uses()):
-            if is_anchor(user) or (is_product(user) and any(v and _leads_to_softmax(v) for v in user.inputs)):
-                return True
-            if user not in seen and not (is_op(user, "MatMul", "Gemm") and any(_is_weight(v) for v in user.inputs)):
-                seen.add(user)
-                stack.append(user)
-    return False
-
-
-def _is_weight(value: ir.Value | None) -> bool:
-    return value is not None and value.producer() is None and value.const_value is not None

@@ -80,6 +80,21 @@ def other_layer(view: GraphView, k_flow: Flow, v_flow: Flow) -> Refusal | None:
     return None
 
 
+def turned_cache(view: GraphView, value: ir.Value) -> Refusal | None:
+    """A cache of normalised latents that lies otherwise than [batch, tokens, channels]."""
+    joined = unmoved(view, value).producer()
+    if joined is not None and is_op(joined, "Transpose") and joined.inputs[0] is not None:
+        joined = joined.inputs[0].producer()
+    if joined is None or not is_op(joined, "Concat") or len(joined.inputs) != 2:
+        return None
+    past, new = joined.inputs
+    if past is None or new is None or past.producer() is not None or view.is_const(past):
+        return None
+    while (node := new.producer()) is not None and is_op(node, "Transpose", "Reshape", "Cast") and node.inputs[0]:
+        new = node.inputs[0]
+    return Refusal("cache", "a cache of latents in another layout") if is_normed(view, new) else None
+
+
 def _biased(view: GraphView, leaf: ir.Value) -> ir.Value | None:
     """What a linear layer with a bias reads."""
     node = leaf.producer()
@@ -97,4 +112,6 @@ def query_refusal(q_flow: Flow, k_flow: Flow, v_flow: Flow) -> Refusal:
     lost = next((f.lost for f in (q_flow, k_flow, v_flow) if f.lost is not None), None)
     if lost is not None:
         return Refusal("flow", f"{lost.op_type} between the projections and the attention")
-    return Refusal("queries", f"queries are made of {len(q_flow.leaves)} parts")
+    if len(q_flow.leaves) > 1:
+        return Refusal("queries", f"queries are made of {len(q_flow.leaves)} parts")
+    return Refusal("queries", "products of parts of queries and keys that were joined before")

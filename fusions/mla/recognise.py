@@ -13,7 +13,7 @@ from ..candidate import Candidate, Operand, Parameter, Piece, Result
 from ..graph import GraphView, is_op, static_dims
 from ..region import Region, backward
 from .block import Block, places
-from .flow import channels_of
+from .flow import row_width
 from .layout import (
     heads_piece,
     mask_piece,
@@ -128,7 +128,7 @@ def _candidate(
         absorbed.append("kv norm")
     if rope != "none":
         assert cos is not None and sin is not None
-        width = channels_of(cos)
+        width = row_width(cos)
         if width not in (block.rope, block.rope // 2):
             return None
         for operand, value in (("cos", cos), ("sin", sin)):

@@ -50,13 +50,14 @@ def size_refusal(view: GraphView, candidate: Candidate, keys_only: bool) -> Refu
                         view, value, at, piece.value, axis
                     ):
                         return _refusal(name, label, size, known)
-                elif size != known and not (label == "batch" and _joined(candidate, name, size, known)):
+                elif size != known and not (label in ("batch", "past") and _joined(candidate, name, size, known)):
                     return _refusal(name, label, size, known)
     return None
 
 
 def _joined(candidate: Candidate, name: str, size: Lin, known: Lin) -> bool:
-    """Is it a cache that new tokens are joined to? `Concat` wants as many rows of it as there are of them."""
+    """Is it a cache that new tokens are joined to? `Concat` wants as many rows of it as there are of them; and as many
+    tokens are in both of a block's caches, since keys of one and values of the other, or both parts of a key, meet."""
     growing = name.startswith("past_") and not candidate.config.static_cache
     return growing and (size.number is None or known.number is None)
 

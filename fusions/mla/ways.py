@@ -11,10 +11,10 @@ import onnx_ir as ir
 from ...custom_ops.common.refusal import Refusal
 from ..graph import GraphView, attribute_int, attribute_string, is_op, rank_of, static_dims
 from .core import Core, scaled
-from .flow import Flow, channels_of, joined, unmoved, walk
+from .flow import Flow, channels_cut, channels_of, joined, unmoved, walk
 from .joins import Join, join_of
 from .parts import End, Latent, base_of, latent_of, linear_weight, written
-from .reasons import normed_heads, other_layer, query_refusal
+from .reasons import normed_heads, other_layer, query_refusal, turned_cache
 
 
 @dataclass
@@ -70,7 +70,7 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
     plain = latent.epsilon is None and not latent.joins
     others = [leaf for leaf in k_flow.leaves if leaf not in own]
     if len(others) > 1:
-        return None if plain else Refusal("keys", f"keys are made of {len(others) + 1} parts")
+        return turned_cache(view, source) if plain else Refusal("keys", f"keys are made of {len(others) + 1} parts")
     if not others and plain:
         return None  # plain attention whose keys and values share a layer
     if len(core.products) > 1:
@@ -80,6 +80,7 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
     if queries is None:
         return query_refusal(q_flow, k_flow, v_flow)
     query, q_factor = queries[0], q_flow.leaves[queries[0]]
+    swapped = _rope_first(view, core.products[0][0], query) if len(queries) == len(core.products) == 1 else None
     if any(abs(f.leaves[q] / q_factor - 1.0) > 1e-6 for f in q_flows for q in f.leaves):
         return Refusal("scale", "parts of the queries are scaled differently")
     if abs(v_flow.leaves[v_linear[0]] - 1.0) > 1e-6:
@@ -90,6 +91,7 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
     widths = [channels_of(leaf) for leaf in kv_b]
     if None in widths:
         return Refusal("shape", "the channels of keys and values are not known")
+    begin = swapped or [_own_part(view, q, q_flow, turned=len(queries) > 1) for q in queries]
     return Ways(
         q_flow,
         k_flow,
@@ -101,9 +103,9 @@ def expanded_ways(view: GraphView, core: Core, end: End) -> Ways | Refusal | Non
         order,
         rank,
         q_factor * k_flow.leaves[own[0]],
-        _own_part(view, query, q_flow, turned=len(queries) > 1),
+        begin[0],
         sum(w for w in widths if w is not None),
-        query_rope=_own_part(view, queries[1], q_flow, turned=True) if len(queries) > 1 else None,
+        query_rope=begin[1] if len(begin) > 1 else None,
     )
 
 
@@ -111,20 +113,49 @@ def _queries(view: GraphView, value: ir.Value, flow: Flow) -> list[ir.Value] | N
     """Where queries begin: one leaf, or one for the part that is not rotated and one for the part that is."""
     if len(flow.leaves) == 1:
         return list(flow.leaves)
+    parts = _parts_of(view, value) if len(flow.leaves) == 2 else None
+    if parts is None or any(len(p.leaves) != 1 or p.lost is not None for p in parts):
+        return None
+    first, second = _plain_first(parts)
+    return [next(iter(first.leaves)), next(iter(second.leaves))]
+
+
+def _parts_of(view: GraphView, value: ir.Value) -> list[Flow] | None:
+    """Where the two parts of each head come from that queries are joined of."""
     producer = value.producer()
     while producer is not None and is_op(producer, "Cast", "Identity", "Transpose", "Reshape", "Mul", "Div"):
         data = [v for v in producer.inputs if v is not None and not view.is_const(v)]
         if len(data) != 1:
             return None
         producer = data[0].producer()
-    if len(flow.leaves) != 2 or not is_op(producer, "Concat") or producer is None or len(producer.inputs) != 2:
+    if not is_op(producer, "Concat") or producer is None or len(producer.inputs) != 2:
         return None
-    parts = [walk(view, part) for part in producer.inputs if part is not None]
-    if len(parts) != 2 or any(len(p.leaves) != 1 or p.lost is not None for p in parts):
+    values = [v for v in producer.inputs if v is not None]
+    parts = [walk(view, v) for v in values]
+    for value, part in zip(values, parts, strict=True):
+        if is_op(value.producer(), "Slice", "Split"):  # it is joined as it was cut
+            part.nodes[producer] = None
+    return parts if len(parts) == 2 else None
+
+
+def _plain_first(parts: list[Flow]) -> list[Flow]:
+    """The part that is not rotated, then the one that is, as far as one is rotated alone."""
+    return parts[::-1] if [bool(p.factors) for p in parts] == [True, False] else parts
+
+
+def _rope_first(view: GraphView, value: ir.Value, leaf: ir.Value) -> list[ir.Value] | None:
+    """Each head's part that is not rotated, then the one that is, where the layer gives them the other way round."""
+    parts = _parts_of(view, value)
+    if parts is None or any(list(p.leaves) != [leaf] for p in parts):
         return None
-    turned = [bool(p.factors) for p in parts]
-    first, second = reversed(parts) if turned == [True, False] else parts
-    return [next(iter(first.leaves)), next(iter(second.leaves))]
+    cuts = [_own_part(view, leaf, part, turned=True) for part in _plain_first(parts)]
+    limits = []
+    for cut in cuts:
+        node = cut.producer()
+        limits.append(None if node is None or cut is leaf else channels_cut(view, node, cut, rank_of(cut)))
+    plain, turned = limits
+    first = plain is not None and turned is not None and turned[0] == 0 and plain[0] == turned[1]
+    return cuts if first else None
 
 
 def _query_of_each(q_flows: list[Flow], k_flows: list[Flow], own: ir.Value) -> list[ir.Value] | None:

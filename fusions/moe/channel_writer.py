@@ -102,9 +102,12 @@ class ChannelWriter:
         if not read:
             return False
         if is_op(node, "Expand", "ConstantOfShape") and read == [node.inputs[-1]]:
-            if is_op(node, "Expand") and source is not None and self.kinds.get(source):
-                raise HeadsMix("an expansion of channels to a computed shape")
             line = self._counted[read[0]]
+            if is_op(node, "Expand") and source is not None:
+                shift = len(line) - (rank_of(source) or 0)
+                own = {a + shift: k for a, k in self.kinds.get(source, {}).items()}
+                if own and (shift < 0 or any(line[a] != k for a, k in own.items())):
+                    raise HeadsMix("an expansion of channels to a computed shape")
             self.kinds[node.outputs[0]] = {i: k for i, k in enumerate(line) if k is not None}
             self._write(node)
             return True

@@ -34,6 +34,8 @@ def read_by_choice(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     mlps = [mlp for mlp, _ in found.values()]
     first = mlps[0]
     alike = all(m.settings() == first.settings() and _weights(m) == _weights(first) for m in mlps)
+    if not alike:
+        r.refuse("the places of the choices take their experts from different weights")
     if not alike or len({w for _, w in found.values()}) != 1:
         return None
     inputs = tuple(x for m in mlps for x in inputs_of(m))
@@ -73,6 +75,8 @@ def _column(r: Reader, router: Router, value: ir.Value | None) -> tuple[ir.Value
     """(what has a column for each place of the choices, which one of them a value is)."""
     base = r.moved(value)
     node = r.node(base, "Slice", "Gather", "Split")
+    if node is None and base is not None and router.top_k == 1:
+        return base, 0  # the only choice: nothing has to be taken
     source = None if node is None else node.inputs[0]
     dims = None if source is None else static_dims(source)
     if node is None or source is None or dims is None or dims[-1] != router.top_k or base is None:

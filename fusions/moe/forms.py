@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ..graph import attribute_int, attribute_string
+from ..graph import attribute_string
+from .dense_weights import read_column, read_dense
 from .linear import Linear, gathered_weights, read_linear
 from .mlp import Mlp, read_mlp
 from .reader import Reader
 from .router import Router
-from .weights import Weighting, is_ids, read_column, read_dense, read_weighting
+from .weights import Weighting, is_ids, picks_choices, read_weighting
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def read_routed(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     """The routed experts' weighted sum that a value is."""
     from .choices import read_added_rows, read_by_choice
     from .grouped import read_grouped
-    from .loops import read_loop, read_pair_loop
+    from .loops import read_loop
+    from .pair_loops import read_pair_loop
     from .zero import read_beside_tokens, read_gathered_or_token
 
     readings = (
@@ -140,6 +142,11 @@ def linears(mlp: Mlp) -> list[Linear]:
     return [mlp.down, mlp.gate.linear, *([] if mlp.up is None else [mlp.up.linear])]
 
 
+def single(mlp: Mlp) -> bool:
+    """Has the expert weights of its own, no stack of them?"""
+    return all(x.expert is None and x.ids is None for x in linears(mlp))
+
+
 def is_gathered(r: Reader, router: Router, mlp: Mlp) -> bool:
     """Are all weights of an expert gathered by the router's ids?"""
     return all(
@@ -162,17 +169,26 @@ def read_stacked(r: Reader, router: Router, value: ir.Value) -> Routed | None:
     node = r.node(base, "Einsum")
     if node is not None and len(node.inputs) == 3:
         return _three(r, router, node)
-    found = choices_sum(r, router, value)
-    if found is None:
-        return None
-    for weights, outputs in (found, found[::-1]):
+    found = r.attempt(choices_sum, router, base)
+    for weights, outputs in () if found is None else (found, found[::-1]):
         mlp = r.attempt(read_mlp, outputs)
-        if mlp is None or any(x.ids is not None or x.expert is None for x in linears(mlp)) or mlp.factors:
+        if mlp is None or not is_stack(mlp) or mlp.factors:
             continue
         weighting = read_dense(r, router, weights)
         if weighting is not None:
             return Routed("stacked", (mlp,), weighting, inputs_of(mlp))
-    return None
+    # the weight is a factor before the down projection
+    node = r.node(base, "ReduceSum")
+    mlp = r.attempt(read_mlp, None if node is None else node.inputs[0])
+    if mlp is None or not is_stack(mlp) or len(mlp.factors) != 1:
+        return None
+    weighting = read_dense(r, router, mlp.factors[0])
+    return None if weighting is None else Routed("stacked", (mlp,), weighting, inputs_of(mlp))
+
+
+def is_stack(mlp: Mlp) -> bool:
+    """Are the weights those of all experts, none gathered?"""
+    return all(x.expert is not None and x.ids is None for x in linears(mlp))
 
 
 def _three(r: Reader, router: Router, node: ir.Node) -> Routed | None:
@@ -214,7 +230,7 @@ def _three_as(
     down = Linear(hidden, node.outputs[0], seen, expert, out, into, None, -1)
 
     mlp = read_mlp(r, node.outputs[0], _or(down))
-    if mlp is None or mlp.factors or any(x.expert is None or x.ids is not None for x in linears(mlp)):
+    if mlp is None or mlp.factors or not is_stack(mlp):
         return None
     weighting = read_dense(r, router, dense)
     return None if weighting is None else Routed("stacked", (mlp,), weighting, inputs_of(mlp))
@@ -297,8 +313,12 @@ class Parts:
 
 def _weighted(r: Reader, router: Router, value: ir.Value) -> tuple[int, Mlp, Weighting] | None:
     node = r.node(value, "Mul")
-    if node is None:
-        return None
+    if node is None:  # the weight is a factor before the down projection
+        mlp = r.attempt(read_mlp, value)
+        if mlp is None or len(mlp.factors) != 1 or not single(mlp):
+            return None
+        column = r.attempt(read_column, router, mlp.factors[0])
+        return None if column is None else (column[0], mlp, column[1])
     for output, weight in (node.inputs, node.inputs[::-1]):
         column = r.attempt(read_column, router, weight)
         if column is None:
@@ -328,8 +348,7 @@ def _stacked_results(r: Reader, router: Router, value: ir.Value | None) -> tuple
     node = r.node(r.moved(value), "Concat")
     if node is None:
         mlp = r.attempt(read_mlp, value)
-        stacked = mlp is not None and all(x.expert is not None and x.ids is None for x in linears(mlp))
-        return (mlp,) if mlp is not None and stacked and not mlp.factors else None
+        return (mlp,) if mlp is not None and is_stack(mlp) and not mlp.factors else None
     experts = [r.attempt(read_mlp, v) for v in node.inputs] if len(node.inputs) == router.experts else []
     known = tuple(m for m in experts if m is not None and not m.factors)
     if len(known) != router.experts or any(x.expert is not None for m in known for x in linears(m)):
@@ -344,22 +363,10 @@ def read_picked(r: Reader, router: Router, value: ir.Value) -> Routed | None:
         return None
     for weights, outputs in (found, found[::-1]):
         node = r.node(r.moved(outputs), "GatherElements", "GatherND")
-        if node is None or not _picks_choices(r, router, node):
+        if node is None or not picks_choices(r, router, node):
             continue
         experts = r.attempt(_stacked_results, router, node.inputs[0])
         weighting = None if experts is None else read_weighting(r, router, weights)
         if experts is not None and weighting is not None:
             return Routed("picked", experts, weighting, tuple(x for m in experts for x in inputs_of(m)))
     return None
-
-
-def _picks_choices(r: Reader, router: Router, node: ir.Node) -> bool:
-    """Does a node gather by the router's ids, or by a token's number and its ids: ``y[arange(N)[:, None], ids]``?"""
-    if node.op_type == "GatherElements":
-        return is_ids(r, router, node.inputs[1])
-    index = r.node(node.inputs[1], "Concat")
-    if index is None or len(index.inputs) != 2 or attribute_int(node, "batch_dims", 0):
-        return False
-    tokens = r.node(r.moved(index.inputs[0]), "Range")
-    counted = tokens is not None and r.scalar(tokens.inputs[0]) == 0 and r.scalar(tokens.inputs[2]) == 1
-    return counted and is_ids(r, router, index.inputs[1])

@@ -40,6 +40,9 @@ from .tail import GATE, End, read_ends
 #: Ops that compute shapes and nothing else.
 _SHAPES = frozenset("Add Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Sub Unsqueeze Div".split())
 
+#: Steps whose results are as long as what they read.
+_ELEMENTWISE = ("Add", "Div", "Mul", "Pow", "Reciprocal", "ReduceMean", "Sqrt", "Sub")
+
 #: What ends a slice where its axis does.
 _END = 2**31 - 1
 
@@ -254,6 +257,9 @@ def _candidate(
     if before and begin is None:
         # something else of the block, a shape at least, is read where x is moved from: x begins there
         return _candidate(view, site, reader, router, routed, end, before[0])
+    if any(v not in borders for v in region.borders):
+        # sizes may be read of anything, of the model's inputs say
+        region = backward(view, [end.y], lambda v: v in borders or is_op(v.producer(), "Shape", "Size"))
     unknown = _unknown(view, reader, region, borders)
     if unknown is not None:
         return Refusal("step", unknown, site.name)
@@ -343,7 +349,7 @@ def _unknown(view: GraphView, reader: Reader, region: Region, borders: list[ir.V
             shapes.add(node)
         elif is_op(node, *_SHAPES) and all(view.is_integer(v) for v in node.outputs):
             sources = [v.producer() for v in node.inputs if v is not None and not view.is_const(v)]
-            if sources and all(p in shapes for p in sources):
+            if sources and all(p in shapes or is_op(p, "Shape", "Size") for p in sources):
                 shapes.add(node)
     for value in region.borders:
         if value not in borders:
@@ -360,7 +366,9 @@ def _unknown(view: GraphView, reader: Reader, region: Region, borders: list[ir.V
 
 def _before_shape(view: GraphView, node: ir.Node) -> bool:
     """Is it a step that exporters put before `Shape`: the larger one of indices, whose shapes are broadcast; a first
-    row, for how long it is?"""
+    row, for how long it is; a step of a norm in front of the router alone?"""
+    if is_op(node, *_ELEMENTWISE):
+        return True
     if is_op(node, "Max"):
         return all(view.is_integer(v) for v in node.outputs)
     if not is_op(node, "Slice") or not all(v is None or view.is_const(v) for v in node.inputs[1:]):

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from .dense_weights import columns_of, read_column, read_dense
 from .forms import Parts, Routed, choices_sum, inputs_of, is_gathered, read_gathered, read_stacked
 from .linear import Linear
 from .mlp import Mlp, read_mlp
 from .reader import Reader, last_dim
 from .router import Router
-from .weights import Weighting, columns_of, read_column, read_dense, read_split, read_weighting
+from .weights import Weighting, read_split, read_weighting
 
 #: (experts, weights, what they are given)
 Given = tuple[tuple[int, ...], Weighting, ir.Value]

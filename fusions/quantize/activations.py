@@ -29,7 +29,7 @@ class Activations(Mapping[str, Statistics]):
 
     Args:
         seen: by the value's name; those that say nothing are left out.
-        algorithm: "aware" or "gptq".
+        algorithm: "nearest" (to measure only), "aware" or "gptq".
     """
 
     def __init__(self, seen: Mapping[str, Seen], algorithm: str) -> None:
@@ -49,15 +49,15 @@ class Activations(Mapping[str, Statistics]):
     def __getitem__(self, name: str) -> Statistics:
         if self._last is None or self._last[0] != name:
             seen, rows = self._seen[name], self.rows(name)
-            found = None if rows is None else Statistics.of(rows)
-            found = found or Statistics.of_channels(seen.mean_square)
+            found = None if rows is None else Statistics.of(rows, self.algorithm)
+            found = found or Statistics.of_channels(seen.mean_square, self.algorithm)
             assert found is not None
             self._last = (name, found)
         return self._last[1]
 
     def rows(self, name: str) -> Array | None:
-        """Rows of a value, where they are to be used."""
+        """Rows of a value, where there are some."""
         seen = self._seen.get(name)
-        if self.algorithm != "gptq" or seen is None or seen.rows is None or not len(seen.rows):
+        if seen is None or seen.rows is None or not len(seen.rows):
             return None
         return seen.rows[np.all(np.isfinite(seen.rows), axis=1)]

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from ...custom_ops.common.parts_tensor import SpillFile
 from ...custom_ops.common.quantize_matrix import Quantized, Statistics, quantize_matrix
 from ...custom_ops.common.scheme import Scheme
 from ..graph import FLOAT_TYPES, attribute_int
 from ..result import QuantizedTensor
-from .initializers import Names, add_initializer
+from .experts import is_calibrated
+from .initializers import Names, Sources, add_initializer
 from .spec import QuantizeError
 
 #: Weights of fewer elements stay as they are.
@@ -80,9 +82,11 @@ def quantize_dense(
     model: ir.Model,
     scheme: Scheme,
     statistics: Mapping[str, Statistics],
+    spill: SpillFile,
     names: Names,
     log: Log,
     progress: Callable[[int, int], None],
+    sources: Sources | None = None,
 ) -> list[QuantizedTensor]:
     """Quantize the constant weights of the main graph's products.
 
@@ -100,7 +104,9 @@ def quantize_dense(
         if len({use.turned == through for use, through in uses}) > 1:
             log(f"{weight.name}: products read it both ways")
             continue
-        done.append(_quantize(model, weight, uses, scheme, statistics, names, log))
+        done.append(_quantize(model, weight, uses, scheme, statistics, spill, names, log))
+        if sources is not None:
+            sources.unmap()
     if weights:
         progress(len(weights), len(weights))
     return done
@@ -124,6 +130,7 @@ def _quantize(
     uses: list[tuple[_Use, bool]],
     scheme: Scheme,
     statistics: Mapping[str, Statistics],
+    spill: SpillFile,
     names: Names,
     log: Log,
 ) -> QuantizedTensor:
@@ -139,9 +146,9 @@ def _quantize(
             found = statistics.get(use.activation.name or "")
             if found is not None and len(found.mean_square) == rows.shape[1]:  # else of another model
                 seen = seen or found
-    if statistics and seen is None:
+    if statistics and seen is None and getattr(statistics, "algorithm", "") != "nearest":
         log(f"{weight.name}: the calibration has nothing of its product's input: rounded to nearest")
-    value, after, made = _stored_value(model, weight, rows, scheme, tensor.dtype, seen, names)
+    value, after, made = _stored_value(model, weight, rows, scheme, tensor.dtype, seen, spill, names)
     product = made.product_error / made.product_norm if made.product_norm > 0 else None
     for use, _ in uses:
         operand = value
@@ -155,9 +162,16 @@ def _quantize(
         error=float(np.sqrt(made.error / made.norm)) if made.norm else 0.0,
         bytes_before=tensor.nbytes,
         bytes_after=after,
-        calibrated=seen is not None and scheme.kind not in ("float8", "bfloat16"),
+        calibrated=is_calibrated(scheme, seen),
         product_error=None if product is None else float(np.sqrt(max(0.0, product))),
     )
+
+
+def _waiting(spill: SpillFile, array: np.ndarray) -> ir.TensorProtocol:
+    """A tensor that is on disk until the model is saved."""
+    start, shape, dtype = spill.append(array), array.shape, array.dtype
+    kind = ir.DataType.from_numpy(dtype)
+    return ir.LazyTensor(lambda: ir.tensor(spill.read(start, shape, dtype)), kind, ir.Shape(shape))
 
 
 def _stored_value(
@@ -167,6 +181,7 @@ def _stored_value(
     scheme: Scheme,
     dtype: ir.DataType,
     seen: Statistics | None,
+    spill: SpillFile,
     names: Names,
 ) -> tuple[ir.Value, int, Quantized]:
     """``[K, N]`` in the weight's own type from the quantized ``[N, K]``, the bytes stored, how it was quantized."""
@@ -177,11 +192,11 @@ def _stored_value(
     stem = weight.name or "weight"
     stored = np.ascontiguousarray(found.stored.T)
     if found.scale is None:
-        held = add_initializer(model, names, f"{stem}.bfloat16", ir.tensor(stored))
+        held = add_initializer(model, names, f"{stem}.bfloat16", _waiting(spill, stored))
         node = ir.node("Cast", [held], {"to": int(dtype)}, num_outputs=1, name=names(f"{stem}.cast"))
     else:
         kind = _STORED[scheme.kind]
-        held = add_initializer(model, names, f"{stem}.{scheme.kind}", ir.tensor(stored.astype(kind.numpy())))
+        held = add_initializer(model, names, f"{stem}.{scheme.kind}", _waiting(spill, stored.astype(kind.numpy())))
         scale = (
             np.repeat(found.scale, scheme.block_rows, axis=0)[: rows.shape[0]] if scheme.block_rows > 1 else found.scale
         )

@@ -77,6 +77,11 @@ def _stack(
     return found
 
 
+def is_calibrated(scheme: Scheme, seen: Statistics | None) -> bool:
+    """Do statistics have a say in how numbers are rounded?"""
+    return seen is not None and seen.algorithm != "nearest" and scheme.kind not in ("float8", "bfloat16")
+
+
 def _unknown(_: int) -> None:
     """Nothing is known of any expert's inputs."""
 
@@ -92,6 +97,7 @@ def _of_inputs(
     found: dict[str, OfInputs | None] = dict.fromkeys(MATRICES)
     if seen is None:
         return found
+    way = seen.algorithm
     for prefix in ("", "shared_"):
         found[f"{prefix}gate_up"] = lambda _: seen
         weight = inputs.get(f"{prefix}gate_up_weight")
@@ -99,16 +105,17 @@ def _of_inputs(
         kind = config.shared_format if shared else config.weight_format
         if rows is None or weight is None or weight.const_value is None or kind not in PLAIN_FORMATS:
             continue
-        tensor, bias = weight.const_value, inputs.get(f"{prefix}gate_up_bias")
-        added = None if bias is None or bias.const_value is None else bias.const_value.numpy()
+        tensor, held = weight.const_value, inputs.get(f"{prefix}gate_up_bias")
+        added = None if held is None or held.const_value is None else held.const_value.numpy()
         if shared:
-            of_all = ExpertStatistics(config, rows, None, _whole(tensor), None if added is None else added[None])
+            bias = None if added is None else added[None]
+            of_all = ExpertStatistics(config, rows, None, _whole(tensor), bias, way)
             found["shared_down"] = lambda _, s=of_all: s.down(0)  # type: ignore[misc]
             continue
         router = {name: inputs[name].const_value for name in _ROUTER if name in inputs}
         known = config.has_router_weight and all(t is not None for t in router.values())
         arrays = {name: t.numpy() for name, t in router.items() if t is not None} if known else None
-        found["down"] = ExpertStatistics(config, rows, arrays, _part(tensor), added).down
+        found["down"] = ExpertStatistics(config, rows, arrays, _part(tensor), added, way).down
     return found
 
 
@@ -171,7 +178,7 @@ def quantize_experts(
         seen = statistics.get(inputs["x"].name or "")
         if seen is not None and len(seen.mean_square) != config.hidden_size:
             seen = None  # of another model, in which the name means something else
-        if statistics and seen is None:
+        if statistics and seen is None and getattr(statistics, "algorithm", "") != "nearest":
             hint = "rounded to nearest (a calibration of the fused model has it)"
             log(f"{node.name}: the calibration has nothing of {inputs['x'].name!r}: {hint}")
         rows = statistics.rows(inputs["x"].name or "") if isinstance(statistics, Activations) and seen else None
@@ -195,7 +202,7 @@ def quantize_experts(
                     error=stack.error,
                     bytes_before=before.const_value.nbytes,
                     bytes_after=sum(t.nbytes for t in parts.values() if t is not None),
-                    calibrated=use is not None and scheme.kind not in ("float8", "bfloat16"),
+                    calibrated=use is not None and is_calibrated(scheme, seen),
                     product_error=stack.product_error,
                 )
             )

@@ -88,12 +88,13 @@ class Quantize(Pass):
 
             return {"names": names, "log": log, "progress": step}
 
+        spill = SpillFile()
         if "experts" in self.schemes:
             result.tensors += quantize_experts(
                 model,
                 self.schemes["experts"],
                 self.statistics,
-                SpillFile(),
+                spill,
                 sources=self.sources,
                 **told("experts"),  # type: ignore[arg-type]
             )
@@ -102,6 +103,8 @@ class Quantize(Pass):
                 model,
                 self.schemes["dense"],
                 self.statistics,
+                spill,
+                sources=self.sources,
                 **told("dense"),  # type: ignore[arg-type]
             )
         if "cache" in self.schemes:

@@ -90,6 +90,7 @@ def fuse(
     """
     chosen = check_fusions(fusions)
     _check_options(target, require, output, report, base_dir, dry_run)
+    _check_looked_for(chosen, require)
     budget = _budget(proof_memory, proof_seconds)
     times = list(times)
     measured = _measured(times, report)
@@ -321,8 +322,9 @@ def check_options(
         raise OptionError(f"verify {verify!r}: expected true or false")
     if not isinstance(latent_cache, bool):
         raise OptionError(f"latent_cache {latent_cache!r}: expected true or false")
-    check_fusions(fusions)
+    chosen = check_fusions(fusions)
     _check_options(target, require, None, None, None, False)
+    _check_looked_for(chosen, require)
     _budget(proof_memory, proof_seconds)
     quantize_options(quantize, calibration, algorithm)
 
@@ -351,6 +353,12 @@ def _check_options(
             raise OptionError(f"require {op}={count!r}: expected a whole number, 0 or more")
     if output is not None and dry_run:
         raise OptionError("a dry run writes no model: leave out the output, or dry_run")
+
+
+def _check_looked_for(chosen: tuple[str, ...] | None, require: Mapping[str, int] | None) -> None:
+    for op, count in (require or {}).items():
+        if chosen is not None and count and op not in chosen:
+            raise OptionError(f"require {op}={count}: of the fusions, {', '.join(chosen)} alone would be looked for")
 
 
 def _path(given: str | os.PathLike[str] | None) -> Path | None:

@@ -43,7 +43,7 @@ from .calibration_rows import Rows
 from .capture import capture
 from .errors import DeltaFuseError, OptionError, OutputError
 from .fallback import FOLDER_ENTRY
-from .model_runs import sequence
+from .model_runs import Steps, sequence
 from .model_save import check_target
 from .sample_inputs import NPZ_ERRORS, SampleInputs, open_npz
 from .signature import Signature, read_signature
@@ -264,8 +264,16 @@ def calibrate(
             if progress is not None:
                 progress("calibrate", number, len(works))
             runner.reset(work.states)
+            before = 0
             for step in work.steps:
-                _add(totals, names, runner.run(step.feeds), kept)
+                try:
+                    outputs = runner.run(step.feeds)
+                except DeltaFuseError as error:
+                    if given or token_ids:
+                        raise
+                    raise DeltaFuseError(f"{error}. {_shorter(before, step.tokens, work)}") from error
+                _add(totals, names, outputs, kept)
+                before += step.tokens
                 made.tokens += step.tokens * batch
             made.sequences += 1
     for name in names:
@@ -285,6 +293,16 @@ def calibrate(
             samples=kept[name].kept() if name in kept else None,
         )
     return made
+
+
+def _shorter(before: int, now: int, work: Steps) -> str:
+    """What to do where a random sequence goes beyond the rows of a model's tables, for example of its rotation."""
+    prompt, steps = work.steps[0].tokens, len(work.steps) - 1
+    took = f"{before} tokens went through" if before else f"it was the first step, of {now} tokens"
+    return (
+        f"{took[0].upper()}{took[1:]}: if the model takes no more positions, give --length and --steps that make fewer "
+        f"({prompt} and {steps} were tried)"
+    )
 
 
 def _sequences(

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .capture_device import Array, HostDevice, as_array, element_type, numpy_type
+from .capture_device import Array, HostDevice, element_type
+from .capture_feeds import Feeds, shape_of
 from .capture_plan import Plan, Slots, run_unplanned
 from .capture_session import cpu_nodes, device_of, make_session
 from .capture_shapes import Shapes
@@ -113,6 +114,7 @@ class Runner:
         self._types = {value.name: element_type(value.name, value.type) for value in session.get_inputs()}
         self._shapes = Shapes(session, self.states)
         self.inputs = tuple(name for name in self._types if name not in self.states)
+        self._feeds = Feeds(self.inputs, self._types, self._shapes, device)
         made = set(self.states.values())
         self.outputs = tuple(value.name for value in session.get_outputs() if value.name not in made)
         self.not_captured: dict[str, str] = {}
@@ -196,7 +198,7 @@ class Runner:
             unknown = sorted(str(name) for name in states or {} if name not in self.states)
             if unknown:
                 raise OptionError(f"{', '.join(unknown)}: no state, the states are {', '.join(self.states) or 'none'}")
-            given = {name: self._array(name, value) for name, value in (states or {}).items()}
+            given = {name: self._feeds.array(name, value) for name, value in (states or {}).items()}
             for name, array in given.items():
                 self._shapes.check(name, array.shape)
             self._given, self._current = given, None
@@ -245,50 +247,12 @@ class Runner:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _sources(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Each input as an array of the right type, or as an ``OrtValue`` on the device."""
         if self._closed:
             raise DeltaFuseError("the runner is closed")
-        if not isinstance(feeds, Mapping):
-            raise OptionError(f"inputs {feeds!r}: expected values by input name, {', '.join(self.inputs)}")
-        missing = [name for name in self.inputs if name not in feeds]
-        unknown = sorted(str(name) for name in feeds if name not in self.inputs)
-        if missing or unknown:
-            named = (("missing", missing), ("unknown", unknown))
-            what = ", ".join(f"{kind}: {', '.join(names)}" for kind, names in named if names)
-            raise OptionError(f"inputs {what}; expected {', '.join(self.inputs)}")
-        sources = {name: self._source(name, feeds[name]) for name in self.inputs}
-        for name, source in sources.items():
-            self._shapes.check(name, self._shape(source))
-        return sources
-
-    def _source(self, name: str, given: Any) -> Any:
-        import onnxruntime as ort
-
-        value = given
-        if not isinstance(given, (ort.OrtValue, np.ndarray)) and hasattr(given, "__dlpack__"):
-            value = ort.OrtValue.from_dlpack(given)
-        if not isinstance(value, ort.OrtValue):
-            return self._array(name, value)
-        if value.device_name() == "cpu":
-            return self._array(name, HostDevice().read(value))
-        if value.element_type() != self._types[name]:
-            raise OptionError(f"{name} is a {value.data_type()}: expected {np.dtype(numpy_type(self._types[name]))}")
-        here = (self.device.name, self.device.index)
-        if (value.device_name(), value.__dlpack_device__()[1]) != here:
-            lies = f"{value.device_name()}:{value.__dlpack_device__()[1]}"
-            raise OptionError(f"{name} lies on {lies}: the session is on {self.device.name}:{self.device.index}")
-        self.device.settle()
-        return value
-
-    def _array(self, name: str, given: Any) -> Array:
-        return as_array(name, given, self._types[name])
-
-    @staticmethod
-    def _shape(source: Any) -> tuple[int, ...]:
-        return tuple(source.shape if isinstance(source, np.ndarray) else source.shape())
+        return self._feeds.sources(feeds)
 
     def _key(self, sources: Mapping[str, Any]) -> Any:
-        return (*((name, self._shape(source)) for name, source in sources.items()), *self._state_shapes)
+        return (*((name, shape_of(source)) for name, source in sources.items()), *self._state_shapes)
 
     def _hold(self, states: Mapping[str, Any]) -> None:
         """Take these values as the current states, of shapes that may be new."""
@@ -299,7 +263,7 @@ class Runner:
         """Make the first states, once the inputs' shapes are known."""
         if self._current is not None:
             return
-        shapes = {name: self._shape(source) for name, source in sources.items()}
+        shapes = {name: shape_of(source) for name, source in sources.items()}
         given = {name: array.shape for name, array in self._given.items()}
         self._set_states(self._shapes.start(shapes, given), self._given)
 
@@ -367,7 +331,7 @@ class Runner:
     def _first_step(self, key: Any, sources: Mapping[str, Any]) -> dict[str, Any]:
         """A step of shapes that were not seen before: it tells the outputs' shapes."""
         assert self._current is not None
-        shapes = {name: self._shape(source) for name, source in sources.items()}
+        shapes = {name: shape_of(source) for name, source in sources.items()}
         self._shapes.check_batch(shapes, dict(self._state_shapes))
         inputs = {name: self.device.empty(shape, self._types[name]) for name, shape in shapes.items()}
         self._put(inputs, sources)

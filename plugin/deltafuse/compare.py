@@ -37,7 +37,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class OutputCheck:
-    """One output in one phase: the worst of its steps."""
+    """One output in one phase: the worst of its steps. ``rows_off`` of the ``rows`` along its last axis in all steps,
+    one for each token as a rule, are beyond the limit by themselves; states are not counted by rows."""
 
     phase: str
     output: str
@@ -46,6 +47,8 @@ class OutputCheck:
     limit: float
     max_abs: float
     state: bool = False
+    rows: int = 0
+    rows_off: int = 0
 
     @property
     def same(self) -> bool:
@@ -73,13 +76,15 @@ class CaseCheck:
 
 @dataclass
 class Comparison:
-    """All cases of two models. ``own_states``: inputs that are states of the first or of the second model alone."""
+    """All cases of two models. ``own_states``: inputs that are states of the first or of the second model alone;
+    ``notes``: what a difference may come of."""
 
     first: str
     second: str
     seed: int
     cases: list[CaseCheck] = field(default_factory=list)
     own_states: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    notes: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
@@ -169,7 +174,32 @@ def compare(
             results.append(found)
     for plan, one, two in zip(plans, *results, strict=True):
         done.cases.append(_case(plan, one, two, signature, own_states[0], limits))
+    if cache_allowance(signature, other) and (signature.chooses or other.chooses):
+        done.notes += _other_choices(done)
+    if tolerance is None and not done.same and other.quantized and not signature.quantized:
+        done.notes.append(_ROUNDED)
     return done
+
+
+_ROUNDED = (
+    "weights of the second model are quantized, those of the first are not: limits are those of unquantized ones. "
+    "--tolerance says how much rounding may change; the report of `fuse` has the error of each weight"
+)
+
+
+def _other_choices(done: Comparison) -> list[str]:
+    """What to think of outputs that differ where a cache is rounded in front of routers."""
+    counted = [check for case in done.cases for check in case.outputs if check.rows]
+    if all(check.same for check in counted):
+        return []
+    off, rows = sum(c.rows_off for c in counted), sum(c.rows for c in counted)
+    return [
+        f"{off} of {rows} rows of outputs (a token each) are beyond the limit by themselves. One of the models holds "
+        "caches in 8 bits, and they choose (experts, most likely): where two scores are close, rounding chooses the "
+        "other, and that token differs by more than any limit for rounding; random weights make many such scores. A "
+        "wrong cache shows in nearly all rows. To tell for sure, verify a model that was fused without --quantize "
+        "cache, and measure this one on real inputs"
+    ]
 
 
 def _paired(inputs: SampleInputs, past: int) -> Arrays:
@@ -246,10 +276,22 @@ def _case(
             )
             check.steps += 1
             check.error = max(check.error, relative_error(*map(_as_numbers, (found[name], value))))
+            if not check.state:
+                off, rows = _rows_off(found[name], value, check.limit)
+                check.rows, check.rows_off = check.rows + rows, check.rows_off + off
             if value.size and found[name].shape == value.shape:
                 check.max_abs = max(check.max_abs, _max_abs(found[name], value))
     case.outputs = list(worst.values())
     return case
+
+
+def _rows_off(found: Any, truth: Any, limit: float) -> tuple[int, int]:
+    """How many rows along the last axis are beyond the limit, and how many there are; none of what has no rows."""
+    if found.shape != truth.shape or truth.ndim < 2 or truth.dtype.kind in "iub":
+        return 0, 0
+    difference = np.linalg.norm(found.astype(np.float64) - truth.astype(np.float64), axis=-1)
+    sizes = np.linalg.norm(truth.astype(np.float64), axis=-1)
+    return int(np.sum(~(difference <= limit * np.maximum(sizes, 1e-12)))), difference.size
 
 
 def _as_numbers(value: Any) -> Any:

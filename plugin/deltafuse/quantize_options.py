@@ -36,7 +36,7 @@ def quantize_options(
         options["channels"] = _channels(calibration)
     elif "cache" in schemes and schemes["cache"].kind == "int8":
         raise OptionError("quantize: cache=int8 takes its scales from a calibration: `deltafuse calibrate` writes one")
-    if calibration is not None and algorithm != "nearest" and schemes.keys() - {"cache"}:
+    if calibration is not None and schemes.keys() - {"cache"}:
         options["statistics"] = _statistics(calibration, algorithm)
     return options
 
@@ -75,7 +75,7 @@ def _statistics(calibration: str | os.PathLike[str], algorithm: str) -> Any:
     if algorithm == "auto":
         algorithm = "gptq" if holds_rows else "aware"
     made = Activations(seen, algorithm)
-    if not made:
+    if not made and algorithm != "nearest":
         raise OptionError(
             f"calibration: {os.fspath(calibration)} has nothing but zeros and numbers that are not finite"
         )

@@ -37,17 +37,20 @@ def quantization(found: Mapping[str, Any]) -> Html:
     if found.get("notes"):
         parts.append(items([text(note) for note in found["notes"]]))
     parts.append(_caches([entry for entry in found.get("caches") or () if isinstance(entry, Mapping)]))
+    measured = any(_finite(e.get("product_error")) for e in tensors)
     rows = [
         [
             code(e.get("name", "")),
             text(f"{_kind(e)}{', calibrated' if e.get('calibrated') else ''}"),
             text(small(e.get("error"))),
+            *([text(small(e["product_error"]) if _finite(e.get("product_error")) else "–")] if measured else []),
             *(text(show.size(int(e.get(side) or 0))) for side in ("bytes_before", "bytes_after")),
         ]
         for e in tensors[:2000]
     ]
     if rows:
-        listed = table(["weights", "as", "error", "before", "after"], rows, (2, 3, 4))
+        products = ["error of products"] if measured else []
+        listed = table(["weights", "as", "error", *products, "before", "after"], rows, range(2, 5 + len(products)))
         parts.append(details(text(f"All {len(tensors)} one by one"), listed))
     return join(parts)
 

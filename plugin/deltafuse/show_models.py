@@ -44,6 +44,8 @@ def comparison(done: Comparison, out: Console) -> None:
     if done.own_states[0]:
         first, second = (", ".join(map(escape, names)) for names in done.own_states)
         out.print(f"states that only one model has, or in this type: {first}; {second}: empty at first, not compared")
+    for note in done.notes:
+        out.print(escape(note), soft_wrap=True)
     text = "the same" if done.same else "NOT the same"
     colour = "green" if done.same else "red"
     out.print(f"[bold {colour}]{text}[/]: worst relative error {done.error:.1e}, seed {done.seed}")

@@ -28,6 +28,8 @@ _LENGTH = re.compile(r"(seq|past|total|sequence|context)[a-z_]*len|seqlens", re.
 _STATE = re.compile(r"past|cache|state|key_values", re.IGNORECASE)
 #: Ops through which an index stays the index that it is.
 KEEPS_INDEX = {"Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Flatten", "Expand", "Transpose", "Clip"}
+#: Ops that choose by scores, and ONNX Runtime's and deltafuse's own nodes with experts.
+_CHOOSE = {"TopK", "MoE", "QMoE", "GroupedQMoE"}
 _KEEPS_TABLE = {"Cast", "Identity", "DequantizeLinear"}
 
 
@@ -58,6 +60,8 @@ class Signature:
         states: the states, input name -> name of the output that continues it.
         vocabulary: how many values the tokens of an input may have, where the model tells.
         half: the type of most of its large weights, where that is float16 or bfloat16, else "".
+        chooses: does it choose by computed scores, as routers of experts do?
+        quantized: does it hold weights of 8 bits or less?
     """
 
     inputs: dict[str, Port]
@@ -65,6 +69,8 @@ class Signature:
     states: dict[str, str]
     vocabulary: dict[str, int] = field(default_factory=dict)
     half: str = ""
+    chooses: bool = False
+    quantized: bool = False
     source: str = "the model"
 
     def of(self, role: str) -> list[Port]:
@@ -115,6 +121,8 @@ def read_signature(model: str | os.PathLike[str] | onnx.ModelProto) -> Signature
         states,
         {name: size for name, size in vocabulary.items() if name in tokens},
         _half(graph),
+        any(node.op_type in _CHOOSE for node in (*graph.node, *(n for f in model.functions for n in f.node))),
+        any(t.data_type in _NARROW and int(np.prod(t.dims)) >= _A_WEIGHT for t in graph.initializer),
         source,
     )
 
@@ -187,6 +195,14 @@ def _vocabulary(graph: onnx.GraphProto) -> dict[str, int]:
             if name is not None and axis == 0:
                 found[name] = min(found.get(name, tables[first][0]), tables[first][0])
     return found
+
+
+#: Types of quantized weights, and how many numbers are no scales, masks or shapes.
+_NARROW = {
+    *(TensorProto.INT4, TensorProto.UINT4, TensorProto.INT8, TensorProto.UINT8),
+    *(TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2),
+}
+_A_WEIGHT = 1024
 
 
 def _half(graph: onnx.GraphProto) -> str:

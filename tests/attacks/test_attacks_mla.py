@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
@@ -29,15 +30,26 @@ def test_no_attack_is_fused_into_something_else(name: str) -> None:
         return
     assert report.count("mla") == 1, kit.why(report)
     first, second = library.session(before), library.session(after)
-    for feeds in _feeds(attack):
+    for feeds in _feeds(attack, attack.sizes):
         error, output = library.worst(library.run(second, feeds), library.run(first, feeds))
         assert error <= kit.TOLERANCE, f"{output} is off by {error:.1e}"
 
 
-def _feeds(attack: Attack) -> list[library.Arrays]:
+@pytest.mark.parametrize(("past", "other"), [(5, 4), (4, 5), (5, 0), (0, 5)])
+def test_caches_of_two_lengths_give_no_result(past: int, other: int) -> None:
+    """Their keys meet in one sum of products: not even a cache of one token is spread over the other's."""
+    attack = ATTACKS["two names for the length of the caches"]
+    _, after = kit.fuse(attack.model())
+    running = library.session(after)
+    for feeds in _feeds(attack, ({"B": 3, "T": 1, "P": past, "P2": other},)):
+        with pytest.raises(Exception, match="Concat"):
+            library.run(running, feeds)
+
+
+def _feeds(attack: Attack, lengths: Iterable[Mapping[str, int]]) -> list[library.Arrays]:
     rng = np.random.default_rng(5)
     made = []
-    for sizes in attack.sizes:
+    for sizes in lengths:
         for scale in attack.scale:
             feeds: library.Arrays = {}
             for value in attack.model().graph.input:

@@ -2,12 +2,14 @@
 
     python tests/bench/bench_layer.py --device cuda --out result.json
     python tests/bench/bench_layer.py --device cpu --layers kda_512 --steps
+    python tests/bench/bench_layer.py --device cuda --layers mla_step,moe_64,moe_1
 
-The layers are those of tests/data/*.skel.onnx.xz (Ling-3.0-flash: hidden 2560, 32 heads of 128, float16, frozen at 512
-and 2048 tokens) with random weights: kda_512, kda_2048, mla_2048. "fused, stock" is the fused model without the plugin:
-ORT inlines the function body. ``--steps`` adds one-token steps of a small hybrid model, unfused and fused. Times are
-medians of whole runs, with inputs and outputs bound on the device where there is one. GPU memory is the device's free
-memory before the session and after its runs: weights, activations, arenas and libraries' workspaces.
+The layers are those of tests/data/*.skel.onnx.xz (Ling-3.0-flash: hidden 2560, 32 heads of 128, float16, frozen at
+512 and 2048 tokens) with random weights: kda_512, kda_2048, mla_2048, and mla_step, one token a sequence over a cache
+of latents (BINDINGS). "fused, stock" is the fused model without the plugin: ORT inlines the function body.
+``--steps`` adds one-token steps of a small hybrid model, unfused and fused. Times are medians of whole runs, with
+inputs and outputs bound on the device where there is one. GPU memory is the device's free memory before the session
+and after its runs: weights, activations, arenas and libraries' workspaces.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from exports import library
 
 RUNS = {"cuda": 30, "cpu": 5}
+BINDINGS: dict[str, list[dict[str, int]]] = {
+    "mla_step": [{"batch": 1, "past": 8192}, {"batch": 1, "past": 32768}, {"batch": 16, "past": 4096}]
+}
 
 
 def session(path: Path, device: str, plugin: bool) -> ort.InferenceSession:
@@ -69,14 +74,19 @@ def timed(
     return outputs, {"median_ms": statistics.median(times), "min_ms": min(times), "runs": len(times)}
 
 
-def feeds_of(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Random numbers for a layer's hidden states; a layer with rotation takes cosines and sines too."""
+def feeds_of(proto: onnx.ModelProto, binding: dict[str, int]) -> dict[str, np.ndarray]:
+    """Random numbers for a layer's hidden states and caches; a layer with rotation takes cosines and sines too."""
     rng = np.random.default_rng(1)
-    shapes = {x.name: [d.dim_value for d in x.type.tensor_type.shape.dim] for x in proto.graph.input}
-    (hidden, *tables) = shapes
+    shapes = {
+        x.name: [binding.get(d.dim_param) or d.dim_value for d in x.type.tensor_type.shape.dim]
+        for x in proto.graph.input
+    }
+    (hidden, *others) = shapes
     feeds = {hidden: rng.standard_normal(shapes[hidden])}
-    for name, turn in zip(tables, (np.cos, np.sin), strict=False):
+    for name, turn in zip(others, (np.cos, np.sin), strict=False):
         feeds[name] = turn(np.random.default_rng(2).uniform(-np.pi, np.pi, shapes[name]))
+    for name in others[2:]:
+        feeds[name] = rng.standard_normal(shapes[name])
     return {name: value.astype(np.float16) for name, value in feeds.items()}
 
 
@@ -130,9 +140,11 @@ def main() -> None:
             weights = sum(int(np.prod(t.dims)) * 2 for t in proto.graph.initializer if len(t.raw_data) > 1 << 16)
             onnx.save(proto, model)
             report = deltafuse.fuse(model, fused, require={name.split("_")[0]: 1})
-            rows[name] = measure(model, fused, feeds_of(proto), args.device, weights)
-            rows[name] |= {"nodes": [report.nodes_before, report.nodes_after], "fuse_seconds": report.seconds}
-            rows[name]["file_bytes"] = [model.stat().st_size, fused.stat().st_size]
+            for binding in BINDINGS.get(name, [{}]):
+                row = measure(model, fused, feeds_of(proto, binding), args.device, weights)
+                row |= {"nodes": [report.nodes_before, report.nodes_after], "fuse_seconds": report.seconds}
+                row["file_bytes"] = [model.stat().st_size, fused.stat().st_size]
+                rows[" ".join((name, *(f"{k} {v}" for k, v in binding.items())))] = row
         if args.steps:
             export = library.export("hybrid4_decode")
             model, fused = Path(folder) / "steps.onnx", Path(folder) / "steps.fused.onnx"
@@ -160,7 +172,7 @@ def main() -> None:
             entry = row[variant]
             extra = f" {entry['times_faster']:.1f}x error {entry['error']:.1e}" if "error" in entry else ""
             memory = f" {entry['gpu_bytes'] / 2**30:.2f} GiB" if "gpu_bytes" in entry else ""
-            print(f"{name:16s} {variant:14s} {entry['median_ms']:9.3f} ms{extra}{memory}", flush=True)
+            print(f"{name:30s} {variant:14s} {entry['median_ms']:9.3f} ms{extra}{memory}", flush=True)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

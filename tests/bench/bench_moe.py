@@ -262,6 +262,14 @@ class Bench:
         self.kernels.launch(call, layer, torch.cuda.current_stream().cuda_stream)
         error = check(config, call, self.allowed(config))
         spent = timed(lambda s: self.kernels.launch(call, layer, s))
+        # As other fused ops take it: logits come from outside.
+        given = {name: tensor for name, tensor in call.tensors.items() if name != "router_weight"}
+        given["router_logits"] = (call.tensors["x"].double() @ weights["router_weight"].double().T).float()
+        without = self.kernels.prepare(Call(replace(config, has_router_weight=False), given), layer)
+        self.kernels.launch(without, layer, torch.cuda.current_stream().cuda_stream)
+        if not torch.equal(call.outputs["expert_ids"], without.outputs["expert_ids"]):
+            raise SystemExit(f"{form}, {tokens} tokens: other experts where logits are given")
+        spent_given = timed(lambda s: self.kernels.launch(without, layer, s))
         routed = 2.0 * tokens * config.top_k * 3 * config.hidden_size * config.intermediate_size
         flops = routed * (1 + 1 / config.top_k)
         read = config.num_experts * 3 * config.hidden_size * config.intermediate_size * BYTES_PER_WEIGHT[form]
@@ -269,6 +277,7 @@ class Bench:
         self.note(
             what="block", form=form, tokens=tokens, us=spent, limit_us=floor, fraction=floor / spent,
             tflops=flops / spent / 1e6, tflops_without_shared=routed / spent / 1e6, error=error,
+            us_logits_given=spent_given, tflops_logits_given=flops / spent_given / 1e6,
         )  # fmt: skip
         if self.show_kernels:
             for name, us in profile(lambda s: self.kernels.launch(call, layer, s)):

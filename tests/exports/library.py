@@ -176,7 +176,7 @@ def worst(results: Arrays, truths: Arrays) -> tuple[float, str]:
 
 def real_layer(name: str, seed: int = 0, *, zeros: bool = False) -> onnx.ModelProto:
     """A real-size layer, float16, hidden 2560, frozen at some tokens: ``kda_512``, ``kda_2048``
-    or ``mla_2048`` (32 heads), ``moe_1`` or ``moe_64`` (64 experts).
+    or ``mla_2048`` (32 heads), ``moe_1`` or ``moe_64`` (64 experts); ``mla_step``: one token, any batch and past.
 
     Its large weights are not stored; random float16 numbers of size 0.02 take their places, or zeros.
     """

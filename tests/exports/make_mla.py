@@ -20,6 +20,15 @@ PAST = Dim("past", min=1, max=60)
 #: Families that choose their keys; exported, they do so in another way than in PyTorch.
 CHOOSING = ("axk2", "deepseek_v32", "glm_moe_dsa")
 BEFORE, CAPACITY, ROOM = 7, 64, 128
+#: Rotations for longer prompts: other angles, and a factor of 1.1386 ** 2 on the softmax scale.
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    original_max_position_embeddings=128,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
 
 
 def prompt(name: str, family: str, opset: int = 20, **changes: Any) -> None:
@@ -252,6 +261,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "mla_deepseek_v3_prefill": dict(family="deepseek_v3"),
     "mla_deepseek_v3_eager": dict(family="deepseek_v3", attention="eager"),
     "mla_deepseek_v3_op24": dict(family="deepseek_v3", opset=24),
+    "mla_deepseek_v3_yarn": dict(family="deepseek_v3", rope_parameters=YARN),
     "mla_deepseek_v32_prefill": dict(family="deepseek_v32"),
     "mla_axk2_prefill": dict(family="axk2"),
     "mla_glm_dsa_prefill": dict(family="glm_moe_dsa"),

@@ -37,6 +37,8 @@ def other(
             return x, draw(tokens, 2), draw(tokens, 2), torch.full((tokens, tokens), float("-inf")).triu(1)
         if style == "deepseek_absorbed":
             return x, draw(tokens, 2), draw(tokens, 2), draw(rows, past, 16), draw(rows, past, 4)
+        if style == "deepseek_cached":
+            return x, draw(tokens, 2), draw(tokens, 2), draw(rows, past, 3, 12), draw(rows, past, 3, 6)
         if style == "one":
             return x, draw(1, 1, 1, 4), draw(1, 1, 1, 4), draw(rows, 1, past, 20)
         if written:
@@ -46,6 +48,7 @@ def other(
     past_axes = {
         "deepseek": ({0: TOKENS}, {0: TOKENS}, {0: TOKENS, 1: TOKENS}),
         "deepseek_absorbed": ({0: TOKENS}, {0: TOKENS}, {0: batch, 1: PAST}, {0: batch, 1: PAST}),
+        "deepseek_cached": ({0: TOKENS}, {0: TOKENS}, {0: batch, 1: PAST}, {0: batch, 1: PAST}),
         "one": (None, None, {0: batch, 2: PAST}),
         "scatter": (None, None, None),
         "copy": (None, None, None),
@@ -58,7 +61,10 @@ def other(
     if not one:
         first[1] = TOKENS
     axes = (first, *past_axes)
-    made = [f"out_{i}" for i in range({"deepseek_absorbed": 3, "scatter": 3, "copy": 3, "one": 2}.get(style, 1))]
+    made = [
+        f"out_{i}"
+        for i in range({"deepseek_absorbed": 3, "deepseek_cached": 3, "scatter": 3, "copy": 3, "one": 2}.get(style, 1))
+    ]
     export(
         model,
         args,
@@ -84,6 +90,7 @@ def other(
 OTHER: dict[str, dict[str, Any]] = {
     "deepseek": dict(style="deepseek"),
     "deepseek_absorbed": dict(style="deepseek_absorbed", opset=23),
+    "deepseek_cached": dict(style="deepseek_cached"),
     "legacy_deepseek": dict(style="deepseek_absorbed", legacy=True),
     "one_product": dict(style="one"),
     "one_product_sdpa": dict(style="one", sdpa=True, opset=24),
@@ -91,6 +98,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "tril": dict(style="tril"),
     "tril_noopt": dict(style="tril", optimize=False),
     "legacy_tril": dict(style="tril", legacy=True),
+    "rows": dict(style="rows", opset=21),
+    "rows_noopt": dict(style="rows", optimize=False),
     "inverse_op23": dict(style="inverse", opset=23),
     "scatter": dict(style="scatter"),
     "legacy_copy": dict(style="copy", legacy=True),

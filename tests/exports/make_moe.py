@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from .moe_parts import D, coarse
 from .moe_quantized import gathered, quantized
-from .moe_side import Block, D, HalfRouter, Hashed, Layers, SpreadLogits, coarse
+from .moe_side import Behind, Block, HalfRouter, Hashed, Layers, NormedRouter, SpreadLogits, TopOne
 from .pack import lean
 from .torch_side import export, fill
 
@@ -75,6 +76,14 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_by_choice": ("by_choice", {}),
     "moe_added_rows": ("added_rows", {}),
     "moe_einsum_onehot": ("einsum_onehot", {"shared": "none"}),
+    "moe_mask_pairs": ("mask_pairs", {}),
+    "moe_scaled_norm": ("gather", {"router": {"norm": "scaled"}}),
+    "moe_shared_norm": ("stacked", {"router": {"norm": "share"}}),
+    "moe_where_column": ("where_column", {}),
+    "moe_where_inside": ("where_inside", {}),
+    "moe_dense_inside": ("dense_inside", {}),
+    "moe_stacked_inside": ("stacked_inside", {}),
+    "moe_indexed_scores": ("gather", {"router": {"picked": "indexed"}}),
     "moe_norm_least": ("gather", {"router": {"eps": 0.1, "least": 1.7}}),
     "moe_zero_experts": ("zero_experts", {}),
     "moe_zero_loop": ("zero_loop", {}),
@@ -144,6 +153,7 @@ def variants(wanted: list[str]) -> None:
     """One style each with an older and a newer opset, without the optimiser, frozen, two sequences, two axes."""
     x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(3))
     common: dict[str, Any] = dict(names=(["x"], ["y"]), after=lean, kda=0, moe=1, tags=("moe", "hand-written"))
+    older: dict[str, Any] = dict(legacy=True, opset=18, dynamic={"x": {1: "S"}}, bindings=[{"S": 3}, {"S": 17}])
     steps: dict[str, Any] = {
         "moe_where_op18": ("where", (x,), dict(dynamic=({1: S},), opset=18, bindings=[{"S": 3}, {"S": 17}])),
         "moe_stacked_noopt": ("stacked", (x,), dict(dynamic=({1: S},), optimize=False, bindings=[{"S": 3}, {"S": 17}])),
@@ -165,11 +175,10 @@ def variants(wanted: list[str]) -> None:
         "moe_legacy_stacked": ("stacked", (x,), dict(legacy=True, opset=18)),
         "moe_legacy_gather": ("gather", (x,), dict(legacy=True, opset=18)),
         "moe_legacy_where": ("where", (x,), dict(legacy=True, opset=18)),
-        "moe_legacy_rows": (
-            "where_rows",
-            (x,),
-            dict(legacy=True, opset=18, dynamic={"x": {1: "S"}}, bindings=[{"S": 3}, {"S": 17}]),
-        ),
+        "moe_legacy_rows": ("where_rows", (x,), older),
+        "moe_legacy_none": ("where_none", (x,), older),
+        "moe_legacy_scatter_add": ("scatter_add", (x,), older),
+        "moe_legacy_addcmul": ("dense_addcmul", (x,), older),
     }
     for name, (style, args, more) in steps.items():
         if not wanted or name in wanted:
@@ -223,6 +232,13 @@ def others(wanted: list[str]) -> None:
     steps: dict[str, Any] = {
         "moe_spread_logits": (SpreadLogits(), (x,), dict(moe=1, tags=("moe", "hand-written"))),
         "moe_two_layers": (Layers(), (x,), dict(moe=2, tags=("moe", "hand-written"))),
+        "moe_top_one": (TopOne(), (x,), dict(moe=1, tags=("moe", "hand-written"))),
+        "moe_behind": (Behind("where"), (x,), dict(moe=1, tags=("moe", "hand-written"))),
+        "moe_legacy_normed_router": (
+            NormedRouter(),
+            (x,),
+            dict(moe=1, tags=("moe", "hand-written"), legacy=True, opset=18, dynamic={"x": {1: "S"}}),
+        ),
         "moe_half_logits": (HalfRouter(False).half(), (x.half(),), dict(moe=1, tags=("moe",), tolerance=5e-3)),
         "moe_half_scores": (HalfRouter(True).half(), (x.half(),), dict(moe=0, tags=refused, tolerance=5e-3)),
     }
@@ -232,7 +248,7 @@ def others(wanted: list[str]) -> None:
                 coarse(fill(module)),
                 args,
                 name,
-                dynamic=({1: S},),
+                dynamic=more.pop("dynamic", ({1: S},)),
                 names=(["x"], ["y"]),
                 made=f"torch.onnx.export of a hand-written MoE: {name.removeprefix('moe_').replace('_', ' ')}",
                 kda=0,

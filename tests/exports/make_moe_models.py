@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from .moe_side import coarse
+from .moe_parts import coarse
 from .pack import lean
 from .torch_side import export, fill
 

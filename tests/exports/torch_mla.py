@@ -10,6 +10,7 @@ from .torch_side import fill
 
 #: Families of transformers and what makes their attention special. ``layers`` of dense MLPs keep experts out.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": dict(first_k_dense_replace=9),
     "deepseek_v3": dict(first_k_dense_replace=9),
     "glm4_moe_lite": dict(mlp_layer_types=["dense"], n_routed_experts=4),
     "mistral4": dict(first_k_dense_replace=9, n_routed_experts=4),

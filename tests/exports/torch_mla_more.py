@@ -22,10 +22,12 @@ class OtherMla(torch.nn.Module):
     """One layer; ``style`` says how it is written.
 
     - "deepseek": axes [batch, tokens, heads, channels] throughout, scores [batch, tokens, heads, keys], given mask
-      [tokens, keys]; "deepseek_absorbed": the same with absorbed weights, caches of latents and a mask of its own.
+      [tokens, keys]; "deepseek_cached": with caches of keys and values in these axes and a mask of its own;
+      "deepseek_absorbed": the same with absorbed weights, caches of latents and a mask of its own.
     - "one": weights absorbed, latent and rotary key in one cache, which is keys and values of one shared head.
     - "two": a product for each of the two parts of the scores, filled where a triangle does not reach.
     - "tril": the causal mask and the rotation cut from tables, by every tensor for itself; ``masked_fill``.
+    - "rows": rows of one table of cosines and sines, shaped by every tensor for itself.
     - "inverse": cosines computed from positions, halves doubled, as transformers does.
     - "scatter": `scatter` into caches of one size, one token; "copy": `index_copy` of some tokens from a place on.
     """
@@ -45,6 +47,7 @@ class OtherMla(torch.nn.Module):
         both = torch.cat([angles, angles], -1)
         self.register_buffer("cos_table", both.cos(), persistent=False)
         self.register_buffer("sin_table", both.sin(), persistent=False)
+        self.register_buffer("cis", torch.stack([angles.cos(), angles.sin()], -1), persistent=False)
         self.register_buffer("seen", torch.ones(PLACES, PLACES, dtype=torch.int64).tril()[None, None], persistent=False)
 
     def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,6 +76,13 @@ class OtherMla(torch.nn.Module):
         half = x.shape[-1] // 2  # sliced as transformers does, which torch.onnx knows from opset 23 on
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
+    def row(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, heads, channels]; the axis of a pair stays one of size one."""
+        rows = self.cis[places].view(1, x.shape[1], 1, ROPE // 2, 2)
+        pairs = x.reshape(*x.shape[:-1], ROPE // 2, 2)
+        (a, b), (c, s) = pairs.split(1, -1), rows.split(1, -1)
+        return torch.cat([a * c - b * s, a * s + b * c], -1).flatten(3)
+
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         return self.halves(x, self.cos_table[: x.shape[2]], self.sin_table[: x.shape[2]])
 
@@ -85,12 +95,19 @@ class OtherMla(torch.nn.Module):
         q_rope, k_rope = self.pairs(q_rope, cos, sin), self.pairs(k_rope.unsqueeze(2), cos, sin)
         latent = self.kv_norm(latent)
         scale = (NOPE + ROPE) ** -0.5
-        if self.style == "deepseek":
+        if self.style in ("deepseek", "deepseek_cached"):
             k_nope, v = self.kv_b(latent).view(b, s, HEADS, NOPE + VALUE).split([NOPE, VALUE], -1)
             k = torch.cat([k_nope, k_rope.expand(-1, -1, HEADS, -1)], -1)
+            presents: list[torch.Tensor] = []
+            if self.style == "deepseek_cached":
+                presents = [torch.cat([past, new], 1) for past, new in zip(rest[2:], (k, v), strict=True)]
+                k, v = presents
+                mask = torch.full((s, k.shape[1]), float("-inf")).triu(1 + k.shape[1] - s)
+            else:
+                mask = rest[2]
             scores = torch.einsum("bshd,bthd->bsht", torch.cat([q_nope, q_rope], -1), k) * scale
-            scores = (scores + rest[2].unsqueeze(1)).softmax(-1, dtype=torch.float32)
-            return (torch.einsum("bsht,bthd->bshd", scores, v),)
+            scores = (scores + mask.unsqueeze(1)).softmax(-1, dtype=torch.float32)
+            return (torch.einsum("bsht,bthd->bshd", scores, v), *presents)
         weight = self.kv_b.weight.view(HEADS, NOPE + VALUE, RANK)
         latents = torch.cat([rest[2], latent], 1)
         keys = torch.cat([rest[3], k_rope.squeeze(2)], 1)
@@ -146,6 +163,9 @@ class OtherMla(torch.nn.Module):
             both = torch.cat([angles, angles], -1)
             cos, sin = both.cos().unsqueeze(1), both.sin().unsqueeze(1)
             q_rope, k_rope = self.halves(q_rope, cos, sin), self.halves(k_rope, cos, sin)
+        elif self.style == "rows":
+            places = torch.arange(s)
+            q_rope, k_rope = (self.row(t.transpose(1, 2), places).transpose(1, 2) for t in (q_rope, k_rope))
         else:
             q_rope, k_rope = self.cut(q_rope), self.cut(k_rope)
         hidden = self.seen[:, :, :s, :s] == 0

@@ -8,8 +8,10 @@ from pathlib import Path
 import onnx
 import pytest
 from deltafuse.bench import bench
+from deltafuse.calibration import calibrate
 from deltafuse.cli import app
 from deltafuse.errors import DeltaFuseError
+from exports import library
 from typer.testing import CliRunner
 
 runner = CliRunner()
@@ -55,4 +57,15 @@ def test_calibrate_says_it_once(model: Path, tmp_path: Path, capfd: pytest.Captu
     assert runner.invoke(app, [*arguments, "--length", "8"]).exit_code == 0
     result = runner.invoke(app, [*arguments, "--length", "9"])
     assert result.exit_code == 2 and "failed" in result.output
+    assert "of 9 tokens" in " ".join(result.output.split()) and "give --length" in result.output
     assert capfd.readouterr().err == ""  # ONNX Runtime's own log would be there
+
+
+def test_calibrate_says_how_many_tokens_went_through(tmp_path: Path) -> None:
+    """The default lengths go beyond a table of 64 rows in their steps: the ones to give are said."""
+    made = library.export("mla_window_decode").proto()
+    path = tmp_path / "m.onnx"
+    onnx.save(made, path)
+    calibrate(path, tokens=60, steps=4, samples=1)
+    with pytest.raises(DeltaFuseError, match=r"64 tokens went through.*--length and --steps.*\(1 and 67 were tried\)"):
+        calibrate(path, samples=1)

@@ -105,6 +105,17 @@ def test_verify_what_cannot_be_compared(models: dict[str, Path]) -> None:
     assert code == 2 and "the models' inputs differ: only the first has flat_0" in found["error"]
 
 
+def test_verify_says_what_quantized_weights_need(models: dict[str, Path], tmp_path: Path) -> None:
+    before, after = unpacked("moe_gather", tmp_path), tmp_path / "quantized.onnx"
+    deltafuse.fuse(before, after, quantize="experts=int4:8")
+    code, found = as_json("verify", before, after)
+    assert code == 1 and ["--tolerance" in note for note in found["notes"]] == [True]
+    code, found = as_json("verify", before, after, "--tolerance", 0.5)
+    assert code == 0 and not found["notes"]
+    _, found = as_json("verify", models["decode"], models["other"])  # a weight of which is wrong
+    assert not found["notes"]
+
+
 # -- bench ------------------------------------------------------------------------------------------------------------
 
 

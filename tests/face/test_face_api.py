@@ -175,6 +175,7 @@ def test_bad_options(pipeline: FakePipeline, path: Path, tmp_path: Path) -> None
         ({"proof_seconds": "60"}, "proof seconds '60': expected a number"),
         ({"require": "kda=1"}, "require 'kda=1': expected a mapping of op and count, such as {'kda': 1}"),
         ({"require": ["kda"]}, "expected a mapping"),
+        ({"fusions": ["kda"], "require": {"kda": 1, "moe": 1}}, "require moe=1: of the fusions, kda alone would be"),
         ({"target": ["plugin"]}, "expected one of plugin, portable"),
         ({"output": 3}, "output 3: expected a path"),
         ({"report": b"r.json"}, "report b'r.json': expected a path"),

@@ -80,6 +80,39 @@ def test_verify_runs_both_from_empty_caches(tmp_path: Path) -> None:
     assert not compare(before, after, tokens=(5,)).same
 
 
+def turned_caches(tmp_path: Path) -> Path:
+    """Caches of keys and values with tokens before heads, [B, P, H, .]."""
+    path = tmp_path / "turned.onnx"
+    onnx.save(library.export("mla_deepseek_cached").proto(), path)
+    return path
+
+
+def test_caches_with_tokens_before_heads(tmp_path: Path) -> None:
+    before, after = turned_caches(tmp_path), tmp_path / "after.onnx"
+    report = deltafuse.fuse(before, after, latent_cache=True)
+    assert report.count("mla") == 1 and not [r for p in report.passes for r in p.refused]
+    shapes = {v.name: library.shape_of(v) for v in (*onnx.load(after).graph.input, *onnx.load(after).graph.output)}
+    assert shapes["rest_2.latent"] == ["B", "past", 16] and shapes["rest_3.k_rope"] == ["B", "past", 4]
+    assert shapes["out_1.latent"][::2] == ["B", 16] and shapes["out_2.k_rope"][::2] == ["B", 4]
+    assert not {n.op_type for n in onnx.load(after).graph.node} & {"Transpose"}
+    assert compare(before, after, tokens=(1, 7), batch=2).same
+
+
+@pytest.mark.parametrize("end", ["past", "present"])
+def test_turned_caches_that_others_read_stay(tmp_path: Path, end: str) -> None:
+    path = turned_caches(tmp_path)
+    report = deltafuse.fuse(path)
+    assert report.model is not None
+    fused = report.to_proto()
+    turns = [n for n in fused.graph.node if n.op_type == "Transpose"]
+    assert len(turns) == 4
+    read = "rest_2" if end == "past" else next(n.input[0] for n in turns if "out_1" in n.output)
+    fused.graph.node.append(onnx.helper.make_node("ReduceSum", [read], ["total"], keepdims=0))
+    fused.graph.output.append(onnx.helper.make_tensor_value_info("total", onnx.TensorProto.FLOAT, []))
+    again = fuse_model(ir.from_proto(fused), latent_cache=True)
+    assert [r.code for p in again.passes if p.name == "latent-cache" for r in p.refused] == ["latent-cache"]
+
+
 def test_a_state_of_one_model_alone_is_another_model(tmp_path: Path) -> None:
     before, other = tmp_path / "before.onnx", tmp_path / "other.onnx"
     model = library.export("mla_expanded").proto()

@@ -14,7 +14,7 @@ from . import kit
 def test_every_file_has_an_entry_and_every_entry_its_files() -> None:
     entries = library.all_exports().values()
     named = {e.file for e in entries} | {e.truth for e in entries if e.truth}
-    real = {f"{name}.skel.onnx.xz" for name in ("kda_512", "kda_2048", "mla_2048", "moe_1", "moe_64")}
+    real = {f"{name}.skel.onnx.xz" for name in ("kda_512", "kda_2048", "mla_2048", "mla_step", "moe_1", "moe_64")}
     assert {p.name for p in library.DATA.iterdir() if p.is_file()} == named | real | {"expected.json"}
     sizes = [p.stat().st_size for p in library.DATA.iterdir()]
     assert max(sizes) < 2**20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx
 import onnx_ir as ir
 import pytest
@@ -111,6 +113,13 @@ def test_rotations_and_caches_are_what_they_are() -> None:
         assert configuration(name)["cache"] == cache, name
     assert configuration("mla_packed")["packed_cache"] and configuration("mla_static")["static_cache"]
     assert configuration("mla_mistral4_decode")["has_q_scale"]
+
+
+def test_yarn_scales_the_scores() -> None:
+    """Rotations for longer prompts come with a factor on the softmax scale, squared."""
+    expected = 12**-0.5 * (0.1 * math.log(4.0) + 1.0) ** 2
+    assert configuration("mla_deepseek_v3_yarn")["scale"] == pytest.approx(expected, rel=1e-6)
+    assert configuration("mla_deepseek_v3_prefill")["scale"] == pytest.approx(12**-0.5, rel=1e-6)
 
 
 def test_a_gate_for_every_channel_stays_behind() -> None:

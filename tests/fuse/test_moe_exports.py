@@ -157,6 +157,11 @@ def test_attributes_are_read() -> None:
     assert found["moe_gpt_oss"] | gpt == found["moe_gpt_oss"]
     assert found["moe_gpt_oss"]["choose_by_logits"] == 0
     assert (found["moe_kolibri1"]["choose_by_logits"], found["moe_kolibri1"]["has_expert_bias"]) == (1, True)
+    for name in ("moe_scaled_norm", "moe_shared_norm"):
+        scaled = {"norm_topk_prob": 1, "routed_scaling_factor": 2.5}
+        assert found[name] | scaled == found[name], name
+    assert found["moe_top_one"] | {"top_k": 1, "norm_topk_prob": 0} == found["moe_top_one"]
+    assert not found["moe_legacy_normed_router"]["has_router_weight"]
     assert (found["moe_cohere2"]["choose_by_logits"], found["moe_cohere2"]["score_function"]) == (1, "sigmoid")
 
 
@@ -265,6 +270,8 @@ def test_a_gate_with_a_bias_leaves_the_shared_expert_outside() -> None:
         *("moe_where_put", "moe_scatter_pairs", "moe_legacy_where", "moe_int8_where", "moe_uint4_stacked"),
         *("moe_biased_gather", "moe_biased_stacked", "moe_biased_where", "moe_gpt_oss"),
         *("moe_zero_turns", "moe_zero_gather", "moe_zero_stacked", "moe_zero_choices"),
+        *("moe_where_column", "moe_where_inside", "moe_dense_inside", "moe_stacked_inside"),
+        *("moe_top_one", "moe_legacy_none", "moe_legacy_scatter_add", "moe_behind"),
         *("moe_gather_three", "moe_gather_row", "moe_picked", "moe_picked_stacked", "moe_any_choice"),
         *("moe_int8_gathered", "bailing_hf_prefill_dyn", "bailing_hf_decode_ortcpu"),
     ],

@@ -52,6 +52,8 @@ def test_layers_are_found_after(name: str, tool: str) -> None:
         ("mla_static", "ort_all"),
         ("mla_causal_op23", "ort_all"),
         ("kimi_prefill_f16", "ort_all"),
+        ("mla_rows", "ort_all"),
+        ("mla_deepseek_v2_hf", "optimize_for_ort"),
     ],
 )
 def test_latent_attention_is_found_after(name: str, tool: str) -> None:

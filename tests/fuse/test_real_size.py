@@ -34,6 +34,18 @@ def test_frozen_latent_attention_is_proved_on_two_heads() -> None:
     assert report.nodes_after < 12
 
 
+def test_a_step_over_a_cache_keeps_its_cache() -> None:
+    """One token of each sequence: fused, with transformers' two caches as they were."""
+    model = library.real_layer("mla_step")
+    report = fuse_model(ir.from_proto(model))
+    assert report.count("mla") == 1, kit.why(report)
+    proof = report.regions[0].proof
+    assert proof is not None and proof.proved
+    assert report.nodes_after < 12
+    assert report.model is not None
+    assert [o.name for o in report.model.graph.outputs] == ["y", "present.latents", "present.rotated"]
+
+
 def test_a_frozen_layer_runs_fused() -> None:
     """The fused layer of 512 tokens, in stock ORT: finite, and no token sees a later one."""
     report = fuse_model(ir.from_proto(library.real_layer("kda_512")), verify=False)

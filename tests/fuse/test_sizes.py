@@ -117,3 +117,40 @@ def test_products_with_operands_turned_over_have_sizes(turned: str) -> None:
     infer_open(model)
     for node in list(model.graph)[:2]:
         assert [str(d) for d in node.outputs[0].shape or ()] == ["B", "4", "S", "T"], node.op_type
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "step", "size"),
+    [
+        ("past", "total", "one", "T"),
+        ("past", "other", "one", "T"),
+        ("zero", "tokens", "one", "T"),
+        ("zero", "inside", "one", "P"),
+        ("zero", "total", "one", ""),
+        ("past", "tokens", "one", ""),
+        ("past", "total", "two", ""),
+        ("one", "tokens", "one", ""),
+        ("zero", "sum", "one", ""),
+    ],
+)
+def test_positions_are_as_many_as_there_are_tokens(first: str, last: str, step: str, size: str) -> None:
+    """From a length on up to that and the tokens more, as PyTorch's older exporter writes `arange(past, past + T)`."""
+    model = cleaned(
+        f"""g (float[B, T, 4] x, float[B, P, 4] cache) => (int64[M] y)
+            <int64 zero = {{0}}, int64 one = {{1}}, int64 two = {{2}}, int64[1] axis = {{0}}> {{
+            a = Shape (x)
+            b = Shape (cache)
+            c = Shape <start = 1, end = 2> (cache)
+            tokens = Gather (a, one)
+            past = Gather (b, one)
+            sum = ReduceMax <keepdims = 0> (a)
+            inside = Squeeze (c, axis)
+            wide = Cast <to = 7> (past)
+            total = Add (past, tokens)
+            other = Add (tokens, wide)
+            places = Range ({first}, {last}, {step})
+            y = Neg (places)
+        }}"""
+    )
+    (found,) = shape(model, "places")
+    assert found == size if size else str(found).startswith("unk__")

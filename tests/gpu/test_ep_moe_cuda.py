@@ -92,21 +92,27 @@ def test_weights_that_are_no_constants_are_refused() -> None:
 
 
 def test_ort_gives_back_the_weights_that_are_packed() -> None:
-    """Beside the packed weights there are no others on the device when the session stands."""
-    config = replace(CONFIGS["int4-128"], num_experts=64, hidden_size=2048, intermediate_size=1024)
-    inputs = draw_inputs(config, 1, np.random.default_rng(3), dtype="float16")
-    model = call_model(config, inputs, dtype="float16")
-    size = sum(x.nbytes for name, x in inputs.items() if name.startswith(("gate_up", "down")))
-    small = session(call_model(CONFIGS["int4-128"], draw_inputs(CONFIGS["int4-128"], 1, np.random.default_rng(3))))
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    made = deltafuse.session(model.SerializeToString(), "cuda", sess_options=quiet(), strict=True)
-    run(made, config, inputs)
-    torch.cuda.synchronize()
-    used = before - torch.cuda.mem_get_info()[0]
+    """Beside the packed weights there are no others on the device when the session stands.
+
+    Needs a GPU that nothing else uses meanwhile. What a session takes whatever its weights are, a small one tells.
+    """
+
+    def taken(config: MoeConfig) -> tuple[int, int, ort.InferenceSession]:
+        inputs = draw_inputs(config, 1, np.random.default_rng(3), dtype="float16")
+        model = call_model(config, inputs, dtype="float16")
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        made = deltafuse.session(model.SerializeToString(), "cuda", sess_options=quiet(), strict=True)
+        run(made, config, inputs)
+        torch.cuda.synchronize()
+        used = before - torch.cuda.mem_get_info()[0]
+        return used, sum(x.nbytes for n, x in inputs.items() if n.startswith(("gate_up", "down"))), made
+
+    large = replace(CONFIGS["int4-128"], num_experts=64, hidden_size=2048, intermediate_size=1024)
+    sessions = [taken(config) for config in (CONFIGS["int4-128"], CONFIGS["int4-128"], large)]
+    (_, _, _), (always, _, _), (used, size, _) = sessions
     assert size > 150 << 20
-    assert used < 1.5 * size, f"{used >> 20} MiB for {size >> 20} MiB of weights"
-    del small, made
+    assert used - always < 1.3 * size, f"{used >> 20} MiB, {always >> 20} MiB always, for {size >> 20} MiB of weights"
 
 
 def test_sessions_share_what_they_pack_from_the_same_bytes() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from deltafuse.custom_ops.common.parts_tensor import PartsTensor, SpillFile
-from deltafuse.custom_ops.common.quantize_matrix import LIMITS, Statistics, quantize_matrix, spread
+from deltafuse.custom_ops.common.quantize_matrix import LIMITS, Quantized, Statistics, quantize_matrix, spread
 from deltafuse.custom_ops.common.scheme import Scheme, parse_scheme
 from deltafuse.custom_ops.moe.draw import draw_inputs
 from deltafuse.custom_ops.moe.packing import unpack
@@ -33,9 +33,13 @@ def weights(rows: int = 96, cols: int = 160) -> Array:
 def value_of(matrix: Array, scheme: Scheme, **options: Any) -> tuple[Array, float]:
     """The numbers that the quantized matrix stands for, and the error that was reported."""
     found = quantize_matrix(matrix, scheme, **options)
+    return value_of_quantized(found, scheme), found.error
+
+
+def value_of_quantized(found: Quantized, scheme: Scheme) -> Array:
     if found.scale is None:
-        return found.stored.astype(np.float64), found.error
-    return dequantize(found.stored, found.scale, found.zero_point, scheme.block_size, scheme.block_rows), found.error
+        return found.stored.astype(np.float64)
+    return dequantize(found.stored, found.scale, found.zero_point, scheme.block_size, scheme.block_rows)
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "bf16"])
@@ -103,6 +107,25 @@ def test_mean_squares_alone_help_too() -> None:
     x = rng.standard_normal((400, 160)) * size
     before, after = (np.linalg.norm(x @ (value - matrix).T) for value in (plain, aware))
     assert after < 0.95 * before
+
+
+@pytest.mark.parametrize("text", ["int4:32", "int8:channel", "fp8:128x128", "bf16"])
+def test_the_error_of_the_product_is_what_it_is(text: str) -> None:
+    """Measured on rows, and of channels that have nothing to do with each other on their mean squares."""
+    rng = np.random.default_rng(4)
+    matrix, scheme = weights(), parse_scheme(text)
+    rows = rng.standard_normal((400, 160)).astype(np.float32) * rng.uniform(0.1, 3, 160).astype(np.float32)
+    for algorithm in ("nearest", "aware", "gptq"):
+        by_rows, by_channels = Statistics.of(rows, algorithm), Statistics.of_channels(np.mean(rows**2, 0), algorithm)
+        assert by_rows is not None and by_channels is not None
+        for seen in (by_rows, by_channels):
+            found = quantize_matrix(matrix, scheme, np.float32, seen)
+            off = matrix - value_of_quantized(found, scheme)
+            if seen is by_rows:
+                wanted = [np.sum((rows.astype(np.float64) @ m.T) ** 2) for m in (off, matrix)]
+            else:
+                wanted = [np.sum(m.astype(np.float64) ** 2 * np.mean(rows**2, 0)) for m in (off, matrix)]
+            np.testing.assert_allclose([found.product_error, found.product_norm], wanted, rtol=1e-3)
 
 
 def test_statistics_of_what_cannot_be_used() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import onnx
+from exports import library
 from onnx import helper, numpy_helper
 
 
@@ -114,6 +115,17 @@ class Editor:
         self.graph.node.extend(nodes)
         onnx.checker.check_model(self.model)
         return self.model
+
+
+Edit = Callable[[Editor], None]
+
+
+def edited(base: str, *edits: Edit) -> onnx.ModelProto:
+    """An export with these edits."""
+    editor = Editor(library.export(base).proto())
+    for edit in edits:
+        edit(editor)
+    return editor.done()
 
 
 def _walk(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

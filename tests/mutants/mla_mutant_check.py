@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from deltafuse.fusions.pipeline import fuse_model
 from exports import library
@@ -14,21 +15,28 @@ from .editor import Editor
 TOLERANCE = 1e-4
 
 
+def exported(base: str) -> onnx.ModelProto:
+    """An export by its name."""
+    return library.export(base).proto()
+
+
 def assert_not_fused_into_something_else(
     base: str,
     edit: Callable[[Editor], None],
     inputs: Callable[[str, float], library.Arrays],
     right: Callable[[str, float], library.Arrays],
     scales: Iterable[float],
+    source: Callable[[str], onnx.ModelProto] = exported,
 ) -> None:
-    """Edits the export, fuses it, and compares the two where the edit shows.
+    """Edits the model, fuses it, and compares the two where the edit shows.
 
     Args:
-        base: an export; edit: what makes it wrong.
-        inputs: of the export, by its name and their size; right: what the unedited export gives for them.
+        base: a right model's name; edit: what makes it wrong.
+        inputs: of the model, by its name and their size; right: what the unedited model gives for them.
         scales: the sizes.
+        source: the models, by name.
     """
-    editor = Editor(library.export(base).proto())
+    editor = Editor(source(base))
     edit(editor)
     mutated = editor.done()
     before = library.session(mutated)

@@ -12,7 +12,7 @@ from deltafuse.fusions.pipeline import fuse_model
 from exports import library
 
 from .editor import Editor
-from .graph_mutants import MUTANTS
+from .graph_prompt_mutants import MUTANTS
 
 #: (size of the inputs, size of the states). Tiny inputs show where an eps stands, large ones what saturates.
 SCALES = ((1e-3, 1.0), (1e-3, 1e-3), (1.0, 1.0), (10.0, 1.0), (100.0, 1.0), (1.0, 300.0))

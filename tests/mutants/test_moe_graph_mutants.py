@@ -12,7 +12,7 @@ from deltafuse.fusions.pipeline import fuse_model
 from exports import library
 from onnx import TensorProto
 
-from . import moe_later_mutants  # which adds its own to MUTANTS
+from . import moe_form_mutants, moe_later_mutants  # noqa: F401 (they add to MUTANTS)
 from .editor import Editor
 from .moe_graph_mutants import MUTANTS
 

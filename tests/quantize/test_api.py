@@ -131,7 +131,25 @@ def test_feeding_errors_back_lowers_the_error_on_correlated_inputs(path: Path, t
     assert len(experts) == 4 and all(t["calibrated"] for t in experts)
     assert all(t["product_error"] < t["error"] for t in experts), experts
     assert all(t["product_error"] < 0.6 * t["error"] for t in experts if t["name"].endswith("gate_up")), experts
-    assert all(t["product_error"] is None for t in reports["aware"]["tensors"])
+    # what the others make of the same rows is told too
+    made = {a: {t["name"]: t for t in r["tensors"]} for a, r in reports.items()}
+    assert all(t["product_error"] < made["nearest"][name]["product_error"] for name, t in made["gptq"].items()), made
+    assert not any(t["calibrated"] for t in made["nearest"].values())
+    assert all(t["calibrated"] for name, t in made["aware"].items() if "moe" in name), made["aware"]
+
+
+@pytest.mark.parametrize("scheme", ["fp8:128x128", "bf16", "int8:channel"])
+def test_every_format_is_measured_on_what_a_calibration_saw(path: Path, tmp_path: Path, scheme: str) -> None:
+    data = tmp_path / "data.npz"
+    calibrate(path, samples=2, tokens=16).save(data)
+    done = deltafuse.fuse(path, quantize=f"experts={scheme},dense=int8:128", calibration=data)
+    assert done.quantization is not None
+    seen = {t.name: t.product_error for t in done.quantization.tensors if t.product_error is not None}
+    # mean squares say nothing of what down projections read
+    assert {"layer0.in", "layer0.gemm", "layer0.moe.gate_up", "layer0.moe.shared_gate_up"} < set(seen) and len(
+        seen
+    ) == 5
+    assert all(0 < error < 0.1 for error in seen.values()), seen
 
 
 def test_an_activation_goes_by_the_names_that_it_was_moved_from(tmp_path: Path) -> None:

@@ -164,6 +164,11 @@ def test_numbers_that_are_none_do_not_break_it(tmp_path: Path) -> None:
     assert [tag for tag, _ in found.seen].count("circle") == 4
     assert all(0 <= float(a[key] or 0) <= 640 for tag, a in found.seen if tag == "circle" for key in ("cx", "cy"))
     assert html.escape("left alone: <b>") in text
+    # of products only what a calibration has measured
+    assert "error of products" not in text
+    tensors[0].product_error = 0.0321
+    text = report_html.page(report, shown)
+    assert "error of products" in text and "3.2e-02" in text
 
 
 def test_the_name_decides_the_kind(tmp_path: Path) -> None:
