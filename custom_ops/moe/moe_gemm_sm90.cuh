@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(consumers(U) + kProducers, 1)
   wait_previous();
   release_next();
   if (threadIdx.x >= kConsumers) {
-    if constexpr (U == 2) fewer_registers<48>();
+    // With the multiplying warps' 232 these are all that the block was started with, 168 a thread: one more, and the
+    // last of them would wait for ever.
+    if constexpr (U == 2) fewer_registers<40>();
     const int thread = static_cast<int>(threadIdx.x) - (kConsumers + kProducers - kFetchers);
     if (thread >= 0) {
       fetch_tokens<P, kMost>(pair, layout, address(memory), shared, row_scales, thread);
