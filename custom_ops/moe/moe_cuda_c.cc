@@ -62,10 +62,10 @@ int deltafuse_moe_cuda_tune(const char* name, int value) {
   const struct {
     const char* name;
     int32_t* value;
-  } known[] = {{"tokens", &tuning.tokens},     {"stages", &tuning.stages},
-               {"dynamic", &tuning.dynamic},   {"keep_weights", &tuning.keep_weights},
-               {"few", &tuning.few},           {"merge", &tuning.merge},
-               {"together", &tuning.together}, {"fast_logits", &tuning.fast_logits}};
+  } known[] = {{"tokens", &tuning.tokens},   {"stages", &tuning.stages},
+               {"dynamic", &tuning.dynamic}, {"keep_weights", &tuning.keep_weights},
+               {"few", &tuning.few},         {"merge", &tuning.merge},
+               {"by_size", &tuning.by_size}, {"fast_logits", &tuning.fast_logits}};
   for (const auto& one : known) {
     if (std::strcmp(name, one.name) == 0) {
       *one.value = value;

@@ -25,9 +25,9 @@ struct ChainParts {
   unsigned char* out;  // [rows, hidden size]
   TokenTile* tiles;
   int32_t* num_tiles;
-  uint32_t* counters;            // one a product
-  uint32_t *stored, *converted;  // GemmPair's
-  int64_t tile_count;            // numbers of each of these
+  uint32_t* counters;  // one a product
+  uint32_t* stored;    // GemmPair's
+  int64_t stored_count;
   int h_stride, tile_tokens;
   int64_t rows, own_rows, max_tiles;
   bool first_hopper, second_hopper;
@@ -52,9 +52,9 @@ ChainParts chain_parts(Parts& parts, const Packed& first, const Packed& second, 
   c.tile_tokens = std::min(product_tokens(first, c.first_hopper, tokens, pairs),
                            product_tokens(second, c.second_hopper, tokens, pairs));
   c.max_tiles = pairs / c.tile_tokens + std::min<int64_t>(pairs, first.count);
-  c.together = prompt_tuning().together && c.first_hopper && c.second_hopper && first.pack == second.pack &&
-               first.sub == second.sub && first.zeros == second.zeros;
-  if (c.together) c.tile_count = c.max_tiles + (shared_first ? (tokens + c.tile_tokens - 1) / c.tile_tokens : 0);
+  c.together = c.first_hopper && c.second_hopper && !second8 && first.pack == second.pack && first.sub == second.sub &&
+               first.zeros == second.zeros;
+  if (c.together) c.stored_count = c.max_tiles + (shared_first ? (tokens + c.tile_tokens - 1) / c.tile_tokens : 0);
   c.tiles = parts.take<TokenTile>(c.max_tiles);
   c.num_tiles = parts.take<int32_t>(1);
   return c;
@@ -113,13 +113,11 @@ ManyParts many_parts(const CudaLayer& layer, const Params& p, int64_t tokens, co
   if (has_shared && !m.merged) {
     m.shared = chain_parts(parts, layer.shared_gate_up, layer.shared_down, nullptr, p, tokens, tokens, device);
   }
-  m.zero_count = kCounters + 2 * (m.experts.tile_count + m.shared.tile_count);
+  m.zero_count = kCounters + m.experts.stored_count + m.shared.stored_count;
   m.zeros = parts.take<uint32_t>(m.zero_count);
   if (m.zeros) {
     m.experts.counters = m.zeros, m.shared.counters = m.zeros + kCounters / 2;
-    m.experts.stored = m.zeros + kCounters, m.experts.converted = m.experts.stored + m.experts.tile_count;
-    m.shared.stored = m.experts.converted + m.experts.tile_count;
-    m.shared.converted = m.shared.stored + m.shared.tile_count;
+    m.experts.stored = m.zeros + kCounters, m.shared.stored = m.experts.stored + m.experts.stored_count;
   }
   m.used = parts.used();
   return m;
@@ -145,7 +143,7 @@ const char* run_chain(const Chain& chain, const ChainParts& c, const Params& p, 
     if (!hopper) return launch_gemm_sm80(*g, p.dtype, c.max_tiles, stream);
     GemmPair pair{};
     std::copy(g, g + count, pair.product);
-    pair.count = count, pair.stored = c.stored, pair.converted = c.converted;
+    pair.count = count, pair.stored = c.stored;
     for (GemmArgs& one : pair.product) {
       one.tuning = prompt_tuning();
       one.counter = one.tuning.dynamic ? counter : nullptr;
@@ -207,12 +205,13 @@ cudaError_t launch_router_logits(const ManyParts& m, const RouterArgs& r, const 
   return m.fast ? launch_logits_fast(r, m.logits_by, float8, device, stream) : launch_logits(r, device, stream);
 }
 
-PermuteArgs permute_args(const ManyParts& m, const DeviceInfo& device, int tokens) {
+PermuteArgs permute_args(const CudaLayer& layer, const ManyParts& m, const DeviceInfo& device, int tokens) {
   PermuteArgs a{};
   a.ids = m.ids, a.weights = m.weights, a.positions = m.positions, a.sorted = m.sorted;
   a.histogram = m.histogram, a.totals = m.totals, a.barrier = m.barrier;
   a.tiles = m.experts.tiles, a.num_tiles = m.experts.num_tiles, a.tile_tokens = m.experts.tile_tokens;
   a.blocks = select_blocks(tokens, device);
+  a.by_size = prompt_tuning().by_size && layer.gate_up.pack != Pack::kPlain;
   a.zeros = m.zeros, a.zero_count = static_cast<int32_t>(m.zero_count);
   return a;
 }
@@ -245,7 +244,7 @@ const char* run_many(const CudaLayer& layer, const Params& p, int64_t begin, int
     status = launch_router_logits(m, r, float8, device, stream);
     if (status != cudaSuccess) return failed("launching the router's logits", status);
   }
-  PermuteArgs permute = permute_args(m, device, tokens);
+  PermuteArgs permute = permute_args(layer, m, device, tokens);
   permute.few = m.logits_by.few, permute.barrier_set = m.fast;
   status = launch_select(r, permute, device, stream);
   if (status != cudaSuccess) return failed("launching the router", status);
@@ -319,7 +318,7 @@ const char* cuda_route(const Params& p, int steps, void* workspace, void* stream
     if (status == cudaSuccess) status = launch_sums_sm90(r, m.logits_by, device, stream);
   }
   if (status == cudaSuccess && (steps & 2)) {
-    PermuteArgs permute = permute_args(m, device, tokens);
+    PermuteArgs permute = permute_args(layer, m, device, tokens);
     if ((steps & 1) && m.fast) permute.few = m.logits_by.few;  // else the logits' memory may hold anything
     status = launch_select(r, permute, device, stream);
   }

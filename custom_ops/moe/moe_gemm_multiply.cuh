@@ -57,6 +57,26 @@ __device__ __forceinline__ void begin_float8(uint32_t left, uint32_t right, floa
   }
   commit();
 }
+// The same with the left operand in registers, which several parts share: 128 columns of the warp's 16 rows.
+template <int M>
+__device__ __forceinline__ void begin_float8(const uint32_t (&left)[4][4], uint32_t right, float (&part)[M / 2]) {
+  fence();
+  Product<M>::fresh8(part, left[0], descriptor(right, 0));
+#pragma unroll
+  for (int s = 1; s < 4; ++s) Product<M>::template registers<Float8>(part, left[s], descriptor(right, s * 32));
+  commit();
+}
+__device__ __forceinline__ void load_left(uint32_t unit, uint32_t (&left)[4][4]) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const uint32_t at = unit + row * 128 + (((s * 2 + lane / 16) ^ (lane & 7)) * 16);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(left[s][0]), "=r"(left[s][1]), "=r"(left[s][2]), "=r"(left[s][3])
+                 : "r"(at)
+                 : "memory");
+  }
+}
 template <int M, int N>
 __device__ __forceinline__ void end_float8(float s0, float s1, int first, float (&part)[M / 2], float (&d)[N / 2]) {
   pin(part);
@@ -73,8 +93,8 @@ __device__ __forceinline__ void end_float8(float s0, float s1, int first, float 
 // operand is read again for each.
 template <int N>
 struct Float8Parts {
-  static constexpr int kTokens = N > 128 ? N / 2 : N == 128 ? 64 : N;
-  static constexpr int kSets = N <= 128 ? 2 : 1;
+  static constexpr int kTokens = N > 128 ? N / 2 : N;
+  static constexpr int kSets = N <= 96 ? 2 : 1;
 };
 
 // Integers become T in registers, one step of 16 columns ahead of the tensor cores. 128 columns a stage. Calls `early`
@@ -173,8 +193,20 @@ __device__ __forceinline__ void multiply(const Packed& w, const StageLayout& lay
         end_float8<kPart, N>(scales[i / kEach][0], scales[i / kEach][1], i % kEach * kPart, part[i % kSets],
                              d[i / kEach]);
       };
-      begin(0);
-      if constexpr (kSets == 2) {
+      if constexpr (kEach > 1) {
+        uint32_t left[4][4];
+        auto begin_part = [&](int i) { begin_float8<kPart>(left, b8 + i % kEach * kPart * 8, part[0]); };
+        load_left(address(stage) + unit0 * 8192, left);
+        begin_part(0);
+#pragma unroll
+        for (int i = 0; i < kTurns; ++i) {
+          wait<0>();
+          if (i + 1 == kEach) load_left(address(stage) + (unit0 + 1) * 8192, left);
+          end(i);
+          if (i + 1 < kTurns) begin_part(i + 1);
+        }
+      } else if constexpr (kSets == 2) {
+        begin(0);
         // The last sums of the stage before (zeros, before the first one).
         end_float8<kPart, N>(last[0], last[1], (kEach - 1) * kPart, part[1], d[1]);
 #pragma unroll
@@ -187,6 +219,7 @@ __device__ __forceinline__ void multiply(const Packed& w, const StageLayout& lay
         pin(part[1]);
         last[0] = scales[1][0], last[1] = scales[1][1];
       } else {
+        begin(0);
 #pragma unroll
         for (int i = 0; i < kTurns; ++i) {
           wait<0>();

@@ -11,10 +11,9 @@ namespace sm90 {
 // Two warpgroups multiply two units each. Where tiles have few tokens integers take four of one unit: converting them
 // takes longer than anything else then, and more warps wait for each other's latencies.
 __host__ __device__ constexpr int consumers(int units) { return 512 / units; }
-constexpr int kFewTokens = 64;    // of such tiles, at most
-constexpr int kProducers = 128;   // the registers of whole warpgroups can be dealt out anew
-constexpr int kConverters = 128;  // float8: they turn what is between the products into float8
-constexpr int kFetchers = 96;     // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
+constexpr int kFewTokens = 64;   // of such tiles, at most
+constexpr int kProducers = 128;  // the registers of whole warpgroups can be dealt out anew
+constexpr int kFetchers = 96;    // of them: three warps fetch tokens, one thread fetches weights and looks tiles up
 constexpr int kMostStages = 6;
 constexpr int kSlots = 4;  // tiles that are known ahead
 
@@ -22,11 +21,10 @@ constexpr int kSlots = 4;  // tiles that are known ahead
 __host__ __device__ constexpr int most_tokens(Pack p) {
   return p == Pack::kPlain ? 192 : p == Pack::kFloat8 ? 160 : 128;
 }
-// Columns of the products for so many tokens. Float8 has no 112 and no 144: two sets of sums fit the registers for
-// parts of 64 only, and one of 80.
+// Columns of the products for so many tokens. Float8 has no 144: the compiler finds registers for 160 only.
 __host__ __device__ constexpr int tile_columns(Pack p, int tokens) {
   const int columns = tokens <= 32 ? 32 : tokens <= 64 ? 64 : (tokens + 15) / 16 * 16;
-  return p == Pack::kFloat8 && (columns == 112 || columns == 144) ? columns + 16 : columns;
+  return p == Pack::kFloat8 && columns == 144 ? 160 : columns;
 }
 __host__ __device__ constexpr int right_halves(Pack p) {  // of 128 bytes of a token in a stage
   return p == Pack::kInt4 || p == Pack::kInt8 ? 2 : 1;
@@ -64,20 +62,8 @@ struct Work {
   int32_t needed;      // tiles of the first product that must be stored before the second one reads these tokens
 };
 
-// Tokens between the products: which tile of them, its first row, how many, how many tiles of the first product they
-// have. tile -1: there are none.
-struct Tokens {
-  int32_t tile, start, count, needed;
-};
-constexpr int kBoxes = 4;
-
 struct Shared {
   uint64_t full[kMostStages], empty[kMostStages];
-  // Tiles of the first product whose end the fetchers wait for.
-  Tokens pending[2];
-  // Float8: tokens for the converters.
-  uint64_t box_full[kBoxes], box_empty[kBoxes];
-  Tokens box[kBoxes];
   uint64_t ready[kSlots], free[kSlots];
   Work work[kSlots];
 };
@@ -85,11 +71,6 @@ struct Shared {
 // Tiles that other blocks store. What was stored before a number is added is seen by those who see the number.
 __device__ __forceinline__ void one_more(uint32_t* count) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;\n" ::"l"(count) : "memory");
-}
-__device__ __forceinline__ uint32_t before_one_more(uint32_t* count) {
-  uint32_t there;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(there) : "l"(count) : "memory");
-  return there;
 }
 __device__ __forceinline__ uint32_t how_many(const uint32_t* count) {
   uint32_t there;
@@ -107,8 +88,6 @@ __device__ __forceinline__ void init_barriers(Shared& s, int stages, int consume
   }
   for (int i = 0; i < kSlots; ++i) {
     barrier_init(&s.ready[i], 1);
-    barrier_init(&s.box_full[i], 1);
-    barrier_init(&s.box_empty[i], kConverters / 32);
     barrier_init(&s.free[i], (consumers + kFetchers) / 32);
   }
   barrier_init_fence();
@@ -216,23 +195,13 @@ __device__ __forceinline__ void fetch_tokens(const GemmPair& pair, const StageLa
   // Every other row's chunk has bit 2 of its place turned over: twelve is four more than eight.
   const uint32_t to0 = base + layout.right + row0 * 128 + ((chunk ^ (row0 & 7)) * 16);
   Pipeline at;
-  // The first product's tiles are handed on late, when nobody has to wait any more until they are stored; or when the
-  // second product has to wait itself. Float8: who hands on the last tile of some tokens also turns them into float8.
-  int boxes = 0;
-  auto to_box = [&](const Tokens& tokens) {
-    const int box = boxes % kBoxes;
-    barrier_wait(&shared.box_empty[box], (boxes / kBoxes & 1) ^ 1);
-    shared.box[box] = tokens;
-    barrier_arrive(&shared.box_full[box]);
-    ++boxes;
-  };
-  auto hand_on = [&](int turn) {
-    const Tokens tokens = shared.pending[turn & 1];
-    if (turn < 0 || tokens.tile < 0) return;
-    shared.pending[turn & 1].tile = -1;
+  // Tiles of the first product that are being multiplied: the one before and that before it. The second product is told
+  // of them late, when nobody has to wait any more until they are stored; or when it has to wait itself.
+  int last = -1, before = -1;
+  auto hand_on = [&](int token_tile, int turn) {
+    if (token_tile < 0) return;
     barrier_wait(&shared.free[turn % kSlots], turn / kSlots & 1);
-    if (P != Pack::kFloat8) return one_more(pair.stored + tokens.tile);
-    if (before_one_more(pair.stored + tokens.tile) + 1 == static_cast<uint32_t>(tokens.needed)) to_box(tokens);
+    one_more(pair.stored + token_tile);
   };
   for (int turn = 0;; ++turn) {
     const int slot = turn % kSlots;
@@ -243,15 +212,14 @@ __device__ __forceinline__ void fetch_tokens(const GemmPair& pair, const StageLa
     const GemmArgs& a = pair.product[work.product];
     if (pair.count == 2 && threadIdx.x % 32 == 0) {
       auto there = [&] {
-        if (count == 0 || work.product == 0) return true;
-        if (P == Pack::kFloat8) return how_many(pair.converted + work.token_tile) >= kConverters / 32;
-        return how_many(pair.stored + work.token_tile) >= static_cast<uint32_t>(work.needed);
+        return count == 0 || work.product == 0 ||
+               how_many(pair.stored + work.token_tile) >= static_cast<uint32_t>(work.needed);
       };
       if (thread == 0) {
-        hand_on(turn - 2);
-        if (count == 0 || !there()) hand_on(turn - 1);
-        shared.pending[turn & 1] = {count && work.product == 0 ? work.token_tile : -1, work.start, count, work.needed};
-        if (P == Pack::kFloat8 && count == 0) to_box({-1, 0, 0, 0});
+        hand_on(before, turn - 2);
+        before = last, last = -1;
+        if (count == 0 || !there()) hand_on(before, turn - 1), before = -1;
+        if (count != 0 && work.product == 0) last = work.token_tile;
       }
       while (!there()) {
       }

@@ -5,20 +5,14 @@
 
 #include "moe_dependent.h"
 #include "moe_device.cuh"
-#include "moe_gemm_convert.cuh"
 #include "moe_gemm_multiply.cuh"
 #include "moe_gemm_store.cuh"
 
 namespace deltafuse::moe {
 namespace sm90 {
 
-// Of a block: those that multiply, those that fetch, those that convert.
-__host__ __device__ constexpr int threads(Pack p, int units) {
-  return consumers(units) + kProducers + (p == Pack::kFloat8 ? kConverters : 0);
-}
-
 template <typename T, Pack P, int U, bool kPlainScales>
-__global__ void __launch_bounds__(threads(P, U), 1)
+__global__ void __launch_bounds__(consumers(U) + kProducers, 1)
     gemm_kernel(const __grid_constant__ GemmPair pair, const __grid_constant__ StageLayout layout) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kConsumers = consumers(U), kMost = U == 2 ? most_tokens(P) : kFewTokens;
@@ -31,19 +25,17 @@ __global__ void __launch_bounds__(threads(P, U), 1)
   wait_previous();
   release_next();
   if (threadIdx.x >= kConsumers) {
-    if constexpr (U == 2) fewer_registers<P == Pack::kFloat8 ? 40 : 48>();
+    // With the multiplying warps' 232 these are all that the block was started with, 168 a thread: one more, and the
+    // last of them would wait for ever.
+    if constexpr (U == 2) fewer_registers<40>();
     const int thread = static_cast<int>(threadIdx.x) - (kConsumers + kProducers - kFetchers);
-    if (thread >= kFetchers) {
-      if constexpr (P == Pack::kFloat8) {
-        if (pair.count == 2) convert<T>(pair, shared, thread - kFetchers);
-      }
-    } else if (thread >= 0) {
+    if (thread >= 0) {
       fetch_tokens<P, kMost>(pair, layout, address(memory), shared, row_scales, thread);
     } else if (threadIdx.x == kConsumers) {
       fetch_weights(pair, layout, address(memory), shared);
     }
   } else {
-    if constexpr (U == 2) more_registers<P == Pack::kFloat8 ? 216 : 232>();
+    if constexpr (U == 2) more_registers<232>();
     Reader reader;
     for (int turn = 0;; ++turn) {
       const int slot = turn % kSlots;
@@ -97,7 +89,7 @@ cudaError_t launch_kernel(const GemmPair& pair, const DeviceInfo& device, cudaSt
   if (status != cudaSuccess) return status;
   const int fixed = static_cast<int>(attributes.sharedSizeBytes);
   const StageLayout layout = stage_layout(pair.product[0], device.shared_bytes, fixed);
-  const LaunchForm form{static_cast<unsigned>(device.multiprocessors), threads(P, U),
+  const LaunchForm form{static_cast<unsigned>(device.multiprocessors), consumers(U) + kProducers,
                         static_cast<size_t>(layout.stages) * layout.bytes + 1024};
   return launch_dependent(kernel, form, device, stream, pair, layout);
 }

@@ -94,18 +94,19 @@ struct PermuteArgs {   // what the experts' products need, from the chosen ids
   TokenTile* tiles;
   int32_t* num_tiles;
   int32_t tile_tokens;
+  int32_t by_size;  // 1: the largest tiles first
   int32_t blocks;
 };
 
 // How prompts are driven on Hopper; NOTES.md says what each is for.
 struct PromptTuning {
-  int32_t tokens = 0;        // of a tile at most; 0: as many as the format allows
-  int32_t stages = 0;        // in flight; 0: as many as fit
-  int32_t dynamic = 1;       // tiles are taken from a counter; 0: dealt out in advance
-  int32_t keep_weights = 0;  // 0: weights that are read once leave the L2 first
-  int32_t few = 32;          // experts with so many tokens on average, or fewer, take integers' kernel for few tokens
-  int32_t merge = 1;         // the shared expert's tiles lie among the experts'
-  int32_t together = 1;
+  int32_t tokens = 0;         // of a tile at most; 0: as many as the format allows
+  int32_t stages = 0;         // in flight; 0: as many as fit
+  int32_t dynamic = 1;        // tiles are taken from a counter; 0: dealt out in advance
+  int32_t keep_weights = 0;   // 0: weights that are read once leave the L2 first
+  int32_t few = 32;           // experts with so many tokens on average, or fewer, take integers' kernel for few tokens
+  int32_t merge = 1;          // the shared expert's tiles lie among the experts'
+  int32_t by_size = 1;        // tiles of about the same size follow each other (not of plain numbers)
   int32_t fast_logits = 512;  // from so many tokens on most logits come from the bfloat16 tensor cores; 0: never
 };
 
@@ -137,9 +138,9 @@ struct GemmArgs {
 struct GemmPair {
   GemmArgs product[2];
   int32_t count;
-  // Of each of the list's tiles of tokens, then of each of the shared expert's; zero before: how many tiles of the
-  // first product are stored, and how many warps have turned their share of the tokens into float8.
-  uint32_t *stored, *converted;
+  // How many tiles of the first product are stored, of each of the list's tiles of tokens, then of each of the shared
+  // expert's; zero before.
+  uint32_t* stored;
 };
 
 struct CombineArgs {

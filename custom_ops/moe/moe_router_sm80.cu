@@ -7,6 +7,7 @@ namespace deltafuse::moe {
 namespace {
 
 constexpr int kWarps = 16;
+constexpr int kSizes = 16;  // of tiles: sixteens of tokens
 static_assert(kWarps >= kParts, "a warp a part where a block chooses");
 
 // Of a warp: scores, choices, groups; 16 bytes' worth.
@@ -131,6 +132,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   __shared__ Candidate candidates[kWarps][kCandidates];
   __shared__ BlockChoice choice;
   __shared__ int chosen[kMaxTopK];
+  __shared__ int sizes[kSizes];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = p.blocks;
   const int each = floats_each(a);
   int* counts = reinterpret_cast<int*>(shared + kWarps * each);
@@ -235,12 +237,35 @@ __global__ void __launch_bounds__(kWarps * 32)
   __syncthreads();
   exclusive_sums(begins, a.experts, scratch);
   if (block == 0) {
+    if (threadIdx.x < kSizes) sizes[threadIdx.x] = 0;
     const int total = exclusive_sums(tiles_before, a.experts, scratch);
     if (threadIdx.x == 0) *p.num_tiles = total;
+    // An expert's tiles are of about the same size, multiples of 8.
+    auto tiles_of = [&](int e) { return (counts[e] + p.tile_tokens - 1) / p.tile_tokens; };
+    auto each_of = [&](int e, int tiles) { return ((counts[e] + tiles - 1) / tiles + 7) / 8 * 8; };
+    auto size_of = [&](int e, int tiles) { return max(kSizes - 1 - (each_of(e, tiles) + 15) / 16, 0); };
+    if (p.by_size) {  // the largest first, so that a multiprocessor meets the code of one size after the other
+      for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
+        if (const int tiles = tiles_of(e)) atomicAdd(&sizes[size_of(e, tiles)], tiles);
+      }
+      __syncthreads();
+      if (warp == 0) {
+        const int own = lane < kSizes ? sizes[lane] : 0;
+        int upto = own;
+        for (int step = 1; step < 32; step *= 2) {
+          const int below = __shfl_up_sync(~0u, upto, step);
+          if (lane >= step) upto += below;
+        }
+        if (lane < kSizes) sizes[lane] = upto - own;
+      }
+      __syncthreads();
+      for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
+        if (const int tiles = tiles_of(e)) tiles_before[e] = atomicAdd(&sizes[size_of(e, tiles)], tiles);
+      }
+    }
     for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
-      const int tiles = (counts[e] + p.tile_tokens - 1) / p.tile_tokens;
-      for (int i = 0; i < tiles; ++i) {  // of about the same size, multiples of 8
-        const int each = ((counts[e] + tiles - 1) / tiles + 7) / 8 * 8;
+      const int tiles = tiles_of(e), each = tiles ? each_of(e, tiles) : 0;
+      for (int i = 0; i < tiles; ++i) {
         const int begin = min(i * each, counts[e]), stop = min(begin + each, counts[e]);
         p.tiles[tiles_before[e] + i] = TokenTile{e, begins[e] + begin, stop - begin, 0};
       }

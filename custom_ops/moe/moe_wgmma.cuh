@@ -63,10 +63,11 @@ struct Float8 {};  // e4m3, as an element type
                ".f32" TYPES " {" DF_T_##N "}, %" #o0 ", %" #o1 ", p, 1, 1" TAIL ";\n}\n"                   \
                : DF_D_##N(C)                                                                               \
                : "l"(a), "l"(b))
-#define DF_FROM_REGISTERS(N, TYPES, o0, o1, o2, o3, o4)                                                       \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32" TYPES \
-               " {" DF_T_##N "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, 0;\n}\n"        \
-               : DF_D_##N(DF_SUM)                                                                             \
+#define DF_FROM_REGISTERS(N, C, ADD, TYPES, DEPTH, TAIL, o0, o1, o2, o3, o4)                                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " #ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N DEPTH      \
+               ".f32" TYPES " {" DF_T_##N "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1" TAIL \
+                                          ";\n}\n"                                                              \
+               : DF_D_##N(C)                                                                                    \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define DF_TYPES(N, C, ADD, o0, o1)                                   \
   if constexpr (std::is_same_v<T, Float8>) {                          \
@@ -89,11 +90,17 @@ struct Float8 {};  // e4m3, as an element type
     }                                                                                                         \
     template <typename T>                                                                                     \
     static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
-      if constexpr (std::is_same_v<T, __half>) {                                                              \
-        DF_FROM_REGISTERS(N, ".f16.f16", o0, o1, o2, o3, o4);                                                 \
+      if constexpr (std::is_same_v<T, Float8>) {                                                              \
+        DF_FROM_REGISTERS(N, DF_SUM, 1, ".e4m3.e4m3", "k32", "", o0, o1, o2, o3, o4);                         \
+      } else if constexpr (std::is_same_v<T, __half>) {                                                       \
+        DF_FROM_REGISTERS(N, DF_SUM, 1, ".f16.f16", "k16", ", 0", o0, o1, o2, o3, o4);                        \
       } else {                                                                                                \
-        DF_FROM_REGISTERS(N, ".bf16.bf16", o0, o1, o2, o3, o4);                                               \
+        DF_FROM_REGISTERS(N, DF_SUM, 1, ".bf16.bf16", "k16", ", 0", o0, o1, o2, o3, o4);                      \
       }                                                                                                       \
+    }                                                                                                         \
+    /* Float8, D = A B. */                                                                                    \
+    static __device__ __forceinline__ void fresh8(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {    \
+      DF_FROM_REGISTERS(N, DF_SUM, 0, ".e4m3.e4m3", "k32", "", o0, o1, o2, o3, o4);                           \
     }                                                                                                         \
   };
 

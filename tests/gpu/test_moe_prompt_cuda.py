@@ -130,6 +130,7 @@ def test_choices_are_the_same_with_and_without(tuned: Kernels) -> None:
         {"few": 0},
         {"few": 1024},
         {"merge": 0},
+        {"by_size": 0},
         {"tokens": 32},
         {"tokens": 96, "dynamic": 0, "merge": 0},
     ),
@@ -164,6 +165,21 @@ def test_tiles_of_every_size(kernels: Kernels, weights: str, count: int) -> None
     error = relative_error(kernels.run(config, inputs)["y"], reference(config, inputs)["y"])
     eight = weights.startswith("float8")
     assert error <= tolerance("cuda", "float8_activations" if eight else "bfloat16"), f"{error:.2e}"
+
+
+@pytest.mark.parametrize("shape", ({}, {"intermediate_size": 384, "shared_intermediate_size": 128}))
+def test_float8_keeps_small_tokens_and_outlying_channels(kernels: Kernels, shape: dict[str, int]) -> None:
+    """Rows of activations have one scale: some channels are 100 times the others, and tokens of three sizes."""
+    config = replace(FLOAT8, **shape)
+    inputs = draw_inputs(config, 240, np.random.default_rng(8), "normal", "bfloat16")
+    x = inputs["x"].astype(np.float32)
+    x[:, ::41] *= 100.0
+    size = np.array([1e-2, 1.0, 10.0], dtype=np.float32)[np.arange(len(x)) % 3]
+    inputs["x"] = (x * size[:, None]).astype(inputs["x"].dtype)
+    want, got = reference(config, inputs)["y"], kernels.run(config, inputs)["y"]
+    for group in range(3):
+        error = relative_error(got[group::3], want[group::3])
+        assert error <= tolerance("cuda", "float8_activations"), f"tokens of size {size[group]}: {error:.2e}"
 
 
 def test_only_what_exists_is_tuned(kernels: Kernels) -> None:
