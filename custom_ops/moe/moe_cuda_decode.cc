@@ -62,6 +62,7 @@ DecodeArgs decode_args(const CudaLayer& layer, const Params& p, void* base, int6
   a.by_stages = Divider(layer.down.stages);
   if (layer.shared_gate_up.count) a.by_shared_slabs = Divider(layer.shared_gate_up.tiles * 16);
   a.tuning = decode_tuning();
+  a.one = second_of_one(a);
   a.polled = keys_polled(a);
   if (a.polled) a.choice = ExpertParts(a.router);
   *bytes = parts.used();

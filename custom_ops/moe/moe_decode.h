@@ -83,11 +83,13 @@ struct DecodeArgs {
   float* scored;        // [N, 2, kScored] (see store_scored) where `each`
   int32_t each;         // experts a lane chooses from; 0: the choice is made from logits
   int32_t polled;       // one token: a block chooses, scores and keys lie by expert; keys that are not zero are there
-  int32_t* routed;      // how many experts are used; which [pairs]; the place of each pair's there [pairs]
-  int32_t* flags;       // [N / 8 rounded up, kManyBlocks] the sums of a block are there
-  float* parts;         // [the same, 128] sums of a slab that the next block goes on with
-  int32_t flag_count;   // 0: one token
-  void* h;              // [pairs + tokens, 2 * h_stride bytes] right operands of the second product
+  int32_t one;          // the second product takes one token's activations as a whole
+  int32_t* routed;     // how many experts are used; which [pairs]; the place of each pair's there [pairs]; `one`: which
+                       // and 1 more, each of them 0 until it is there
+  int32_t* flags;      // [N / 8 rounded up, kManyBlocks] the sums of a block are there
+  float* parts;        // [the same, 128] sums of a slab that the next block goes on with
+  int32_t flag_count;  // 0: one token
+  void* h;             // [pairs + tokens, 2 * h_stride bytes] right operands of the second product
   int32_t h_stride, has_scales, has_sums;  // elements; of h
   void* y;
   float *h_scales, *h_sums;  // [pairs + tokens, h_stride / 8] of 8 channels (see group_at), where down's weights are
@@ -98,6 +100,7 @@ struct DecodeArgs {
 
 int scored_each(const RouterArgs& args);             // DecodeArgs::each
 bool keys_polled(const DecodeArgs& args);            // DecodeArgs::polled
+bool second_of_one(const DecodeArgs& args);          // DecodeArgs::one
 size_t decode_shared_bytes(const DecodeArgs& args);  // of a block, at most
 // Router logits, and the tokens as right operands.
 cudaError_t launch_prepare(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);

@@ -15,10 +15,13 @@ constexpr int kOperandBytes = 49152;  // of tokens in shared memory at most
 
 struct FirstShared {
   static __host__ __device__ int slot_bytes(const DecodeArgs& a) { return slot_bytes_of(a.gate_up, a.shared_gate_up); }
+  static __host__ __device__ int split_shift(const DecodeArgs& a) {  // split is 1, 2, 4 or 8
+    return a.tuning.split == 8 ? 3 : a.tuning.split >> 1;
+  }
   // Sums of the warps of a task meet here, two tasks at a time.
   static __host__ __device__ int partial_at(const DecodeArgs& a) { return Routing::kept_bytes(a.router); }
   static __host__ __device__ int operand_at(const DecodeArgs& a, int warps) {
-    return (partial_at(a) + 2 * (warps - warps / a.tuning.split) * 256 + 127) / 128 * 128;
+    return (partial_at(a) + 2 * (warps - (warps >> split_shift(a))) * 256 + 127) / 128 * 128;
   }
   // With the scales and sums of a token that the block arranges itself.
   static __host__ __device__ int operand_bytes(const DecodeArgs& a) {
@@ -106,13 +109,16 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   const RouterArgs& r = a.router;
   const int warps = blockDim.x / 32, warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, g = lane / 4,
             t = lane % 4;
-  const int split = a.tuning.split, shift = __ffs(split) - 1;  // a power of two
+  const ExpertParts& parts = a.choice;
+  const uint32_t* all_keys = reinterpret_cast<const uint32_t*>(a.scored) + kScored;
+  uint32_t keys[kPartEach];
+  if (kOne && warp < parts.count) peek_part(r, parts, warp, all_keys, keys);  // what comes before they do is for free
+  const int split = a.tuning.split, shift = FirstShared::split_shift(a);
   const int part = warp & (split - 1), group = warp >> shift, groups = warps >> shift;
   const int slot_bytes = FirstShared::slot_bytes(a), ring_bytes = kFirstDepth * slot_bytes;
   unsigned char* rings = shared + FirstShared::ring_at(a, warps);
   const Routing routing(shared, rings, r);
   const int tokens = kOne ? 1 : r.tokens, pairs = tokens * r.top_k;
-  const ExpertParts& parts = a.choice;
 
   // What the choice does not decide comes before the wait. Whatever was before the kernel before is done.
   auto prefetch = [&](int thread, int threads) {
@@ -122,6 +128,32 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
       to_l2(a.shared_down.data, a.shared_down.expert_bytes(), at, of);
     }
   };
+  // The next stage to copy: all of a warp's stages of all its tasks, one after the other.
+  int next_task = group, next_left = 0, next_step = 0;
+  bool next_own = false;
+  Source next{};
+  const uint32_t ring_address = shared_address(rings + warp * ring_bytes);
+  auto aim = [&](const FirstTasks& tasks) {  // at the next task, but for its expert; the item
+    int item, slab;
+    tasks.locate(a, next_task, &item, &slab);
+    next_own = tasks.is_shared(next_task);
+    const Packed& w = next_own ? a.shared_gate_up : a.gate_up;
+    next = P == S || !next_own ? slab_source<P>(w, 0, slab, part) : slab_source<S>(w, 0, slab, part);
+    next_left = (w.stages - part + split - 1) >> shift;
+    next_step = split * w.stage_bytes();
+    next_task += groups;
+    return item;
+  };
+  auto aim_expert = [&](int item) {
+    if (next_own) return;
+    const int expert = tokens > 1 ? routing.items[item] : routing.ids[item];
+    next.payload += static_cast<uint64_t>(a.gate_up.tiles * a.gate_up.stages * a.gate_up.stage_bytes()) *
+                    static_cast<uint32_t>(expert);
+  };
+  const FirstTasks known(a, pairs);  // one token's
+  int known_item = 0;
+  if (kOne && next_task < known.count) known_item = aim(known);
+
   unsigned char* operand_here = shared + FirstShared::operand_at(a, warps);
   const unsigned char* x_rows = static_cast<const unsigned char*>(a.x.data);
   Operand operand = a.x;
@@ -129,13 +161,9 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   const bool late = !kOne && a.each && tokens <= warps;  // weights are made when copies are on their way
   if constexpr (kOne) {
     if (warp < parts.count) {  // these warps choose
-      const uint32_t* all = reinterpret_cast<const uint32_t*>(a.scored) + kScored;
       BlockChoice& choice = *reinterpret_cast<BlockChoice*>(routing.choice);
       auto meet = [&] { asm volatile("bar.sync 15, %0;\n" ::"r"(parts.count * 32) : "memory"); };
-      uint32_t keys[kPartEach];
-      do {
-        peek_part(r, parts, warp, all, keys);
-      } while (!part_there(r, parts, warp, keys));
+      while (!part_there(r, parts, warp, keys)) peek_part(r, parts, warp, all_keys, keys);
       find_best(r, parts, warp, keys, choice);
       meet();
       find_candidates(r, parts, warp, keys, choice);
@@ -190,26 +218,16 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
   }
   copies_wait<0>();
   __syncthreads();
+  if (a.one && blockIdx.x == 0 && warp == warps - 1 && lane < r.top_k) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;\n" ::"l"(a.routed + 1 + lane), "r"(routing.ids[lane] + 1)
+                 : "memory");
+  }
   if (tokens > 1) list_items(r, routing, a.by_top_k);
-  const FirstTasks tasks(a, tokens > 1 ? uniform(routing.counts[0]) : pairs);
+  const FirstTasks tasks = kOne ? known : FirstTasks(a, tokens > 1 ? uniform(routing.counts[0]) : pairs);
+  if (next_left != 0) aim_expert(known_item);
 
-  // The next stage to copy: all of a warp's stages of all its tasks, one after the other.
-  int next_task = group, next_left = 0, next_step = 0;
-  bool next_own = false;
-  Source next{};
-  const uint32_t ring_address = shared_address(rings + warp * ring_bytes);
   auto fetch = [&](int to) {
-    while (next_left == 0 && next_task < tasks.count) {
-      int item, slab;
-      tasks.locate(a, next_task, &item, &slab);
-      next_own = tasks.is_shared(next_task);
-      const Packed& w = next_own ? a.shared_gate_up : a.gate_up;
-      const int expert = next_own ? 0 : tokens > 1 ? routing.items[item] : routing.ids[item];
-      next = P == S || !next_own ? slab_source<P>(w, expert, slab, part) : slab_source<S>(w, expert, slab, part);
-      next_left = (w.stages - part + split - 1) >> shift;
-      next_step = split * w.stage_bytes();
-      next_task += groups;
-    }
+    while (next_left == 0 && next_task < tasks.count) aim_expert(aim(tasks));
     if (next_left != 0) {
       if (P == S || !next_own) {
         copy_stage<P>(next, ring_address + to);
@@ -224,7 +242,7 @@ __global__ void __launch_bounds__(kFirstThreads, 2) decode_first_kernel(const __
 #pragma unroll 1
   for (int i = 0; i < kFirstDepth; ++i) fetch(i * slot_bytes);
 
-  if (blockIdx.x == 0) {  // for the second product
+  if (blockIdx.x == 0 && !a.one) {  // for the second product
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
       a.routed[1 + i] = tokens == 1 ? routing.ids[i] : i < routing.counts[1] ? routing.experts[i] : 0;

@@ -49,13 +49,14 @@ __global__ void __launch_bounds__(kOneThreads, 4) decode_second_kernel(const __g
   const uint32_t ring_address = shared_address(ring);
   const GroupMasks masks;
 
-  // This kernel may start when the one before the first product is done, which sets routed to zero.
-  int chosen;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(chosen) : "l"(a.routed) : "memory");
-  } while (chosen == 0);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < top_k; i += blockDim.x) experts[i] = __ldcg(a.routed + 1 + i);
+  // This kernel may start when the first one has set routed to zero.
+  if (static_cast<int>(threadIdx.x) < top_k) {
+    int chosen;
+    do {
+      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];\n" : "=r"(chosen) : "l"(a.routed + 1 + threadIdx.x) : "memory");
+    } while (chosen == 0);
+    experts[threadIdx.x] = chosen - 1;
+  }
   __syncthreads();
 
   // Work is stages: each expert's, then the shared expert's.

@@ -19,6 +19,8 @@ int scored_each(const RouterArgs& r) {
   return !r.softmax && r.experts <= kScored && simple ? each : 0;
 }
 
+bool second_of_one(const DecodeArgs& a) { return SecondShared::one(a); }
+
 bool keys_polled(const DecodeArgs& a) {
   const RouterArgs& r = a.router;
   const bool at_once = r.weight_type == DType::kFloat32 ? one_at_once<float>(r) : one_at_once<uint16_t>(r);

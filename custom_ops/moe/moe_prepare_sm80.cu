@@ -63,8 +63,9 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 2 : 1) prepare_kernel
         release_next();
       } else if (threadIdx.x < kLogitsExperts && expert + static_cast<int>(threadIdx.x) < r.experts) {
         answer = atomicExch(reinterpret_cast<uint32_t*>(a.scored) + kScored + expert + threadIdx.x, 0u);
-      } else if (blockIdx.x == 0 && threadIdx.x == kLogitsExperts) {
-        answer = static_cast<uint32_t>(atomicExch(a.routed, 0));
+      } else if (const int i = static_cast<int>(threadIdx.x) - kLogitsExperts;
+                 blockIdx.x == 0 && i >= 0 && i <= r.top_k) {
+        answer = static_cast<uint32_t>(atomicExch(a.routed + i, 0));
       }
     };
     // Where keys are polled the next kernel does not wait for this one, so it must not start before they are zero: what
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 2 : 1) prepare_kernel
     }
   }
   if (blockIdx.x == 0) {  // the second product waits for them
-    if (threadIdx.x == 0 && !a.polled) *a.routed = 0;
+    if (static_cast<int>(threadIdx.x) <= r.top_k && !a.polled) a.routed[threadIdx.x] = 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < a.flag_count; i += kThreads) a.flags[i] = 0;
   }
