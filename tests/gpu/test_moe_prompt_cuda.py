@@ -34,7 +34,7 @@ if find_library() is None:
     )
 
 #: What the kernels do unless they are told otherwise.
-DEFAULTS = {"tokens": 0, "stages": 0, "dynamic": 1, "keep_weights": 0, "few": 32, "merge": 1, "by_size": 1}
+DEFAULTS = {"tokens": 0, "stages": 0, "dynamic": 1, "keep_weights": 0, "few": 32, "merge": 1, "by_size": 0}
 FAST_FROM = 512
 
 LAYER = MoeConfig(
@@ -163,7 +163,7 @@ def test_choices_are_the_same_with_and_without(tuned: Kernels) -> None:
         {"few": 0},
         {"few": 1024},
         {"merge": 0},
-        {"by_size": 0},
+        {"by_size": 1},
         {"tokens": 32},
         {"tokens": 96, "dynamic": 0, "merge": 0},
     ),
