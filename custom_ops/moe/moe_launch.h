@@ -106,7 +106,7 @@ struct PromptTuning {
   int32_t keep_weights = 0;   // 0: weights that are read once leave the L2 first
   int32_t few = 32;           // experts with so many tokens on average, or fewer, take integers' kernel for few tokens
   int32_t merge = 1;          // the shared expert's tiles lie among the experts'
-  int32_t by_size = 1;        // tiles of about the same size follow each other (not of plain numbers)
+  int32_t by_size = 0;        // tiles of about the same size follow each other (not of plain numbers)
   int32_t fast_logits = 512;  // from so many tokens on most logits come from the bfloat16 tensor cores; 0: never
 };
 

@@ -130,7 +130,7 @@ def test_choices_are_the_same_with_and_without(tuned: Kernels) -> None:
         {"few": 0},
         {"few": 1024},
         {"merge": 0},
-        {"by_size": 0},
+        {"by_size": 1},
         {"tokens": 32},
         {"tokens": 96, "dynamic": 0, "merge": 0},
     ),

@@ -27,13 +27,13 @@ from gpu.moe_runner import Call, Kernels, Layer, find_library, tolerance
 
 Way = dict[str, int]
 DEFAULTS: Way = {
-    "tokens": 0, "stages": 0, "dynamic": 1, "keep_weights": 0, "few": 32, "merge": 1, "by_size": 1, "fast_logits": 512,
+    "tokens": 0, "stages": 0, "dynamic": 1, "keep_weights": 0, "few": 32, "merge": 1, "by_size": 0, "fast_logits": 512,
 }  # fmt: skip
 WAYS: tuple[Way, ...] = (
     {},
     {"dynamic": 0},
     {"merge": 0},
-    {"by_size": 0},
+    {"by_size": 1},
     {"keep_weights": 1},
     {"few": 0},
     {"few": 1024},
