@@ -1,7 +1,7 @@
 // Calls of a few tokens: what their three kernels share with the dispatch. See NOTES.md.
 #pragma once
 
-#include "moe_launch.h"
+#include "moe_dependent.h"
 
 namespace deltafuse::moe {
 
@@ -107,29 +107,12 @@ cudaError_t launch_prepare(const DecodeArgs& args, DType dtype, const DeviceInfo
 // Choice, gates and ups with the activation; then down, weighted sum, shared expert.
 cudaError_t launch_decode(const DecodeArgs& args, DType dtype, const DeviceInfo& device, cudaStream_t stream);
 
-// Launches with shared memory and, where `dependent`, as a dependent of the kernel before. All ask for the same
-// division of a multiprocessor's memory: it can only change when no block is there, so that they could not overlap
-// otherwise.
-template <typename... Formal, typename... Actual>
-cudaError_t launch_kernel(void (*kernel)(Formal...), int64_t blocks, int threads, size_t shared, bool dependent,
-                          cudaStream_t stream, const Actual&... args) {
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-  if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  status = cudaLaunchKernelEx(&config, kernel, args...);
-  return status == cudaSuccess ? cudaGetLastError() : status;
+// One of a few tokens' kernels.
+template <typename... Formal>
+cudaError_t launch_few(void (*kernel)(Formal...), LaunchForm form, const DecodeArgs& args, const DeviceInfo& device,
+                       cudaStream_t stream) {
+  form.dependent = device.capability >= 90 && args.tuning.dependent;
+  return launch_as(kernel, form, stream, args);
 }
 
 }  // namespace deltafuse::moe

@@ -376,8 +376,8 @@ cudaError_t launch_first_kernel(const DecodeArgs& a, const DeviceInfo& device, c
                             ((a.router.tokens + kItemTokens - 1) / kItemTokens) +
                         int64_t(a.router.tokens) * a.router.top_k * slabs_of(a.gate_up);
   const int64_t room = int64_t(device.multiprocessors) * each;
-  return launch_kernel(decode_first_kernel<T, P, S, kOne>, tasks < room ? tasks : room, threads, shared,
-                       device.capability >= 90 && a.tuning.dependent, stream, a);
+  const LaunchForm form{dim3(static_cast<unsigned>(tasks < room ? tasks : room)), threads, shared};
+  return launch_few(decode_first_kernel<T, P, S, kOne>, form, a, device, stream);
 }
 
 template <typename T, Pack P, Pack S>

@@ -345,8 +345,8 @@ cudaError_t launch_many_pair(const DecodeArgs& a, const DeviceInfo& device, cuda
   if (status != cudaSuccess) return status;
   const int each = resident < 1 ? 1 : resident > 2 ? 2 : resident;
   const int64_t room = int64_t(device.multiprocessors) * each;
-  return launch_kernel(decode_many_kernel<T, P, S>, room < kManyBlocks ? room : kManyBlocks, threads, shared,
-                       device.capability >= 90 && a.tuning.dependent, stream, a);
+  const LaunchForm form{dim3(static_cast<unsigned>(room < kManyBlocks ? room : kManyBlocks)), threads, shared};
+  return launch_few(decode_many_kernel<T, P, S>, form, a, device, stream);
 }
 
 template <typename T>

@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(kOneThreads, 4) decode_second_kernel(const __g
 template <typename T, Pack P, Pack S>
 cudaError_t launch_second_pair(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const int threads = a.tuning.second_threads;
-  return launch_kernel(decode_second_kernel<T, P, S>, (a.down.rows + 15) / 16, threads,
-                       SecondShared::bytes(a, threads / 32), device.capability >= 90 && a.tuning.dependent, stream, a);
+  const LaunchForm form{dim3((a.down.rows + 15) / 16), threads, SecondShared::bytes(a, threads / 32)};
+  return launch_few(decode_second_kernel<T, P, S>, form, a, device, stream);
 }
 
 template <typename T>

@@ -19,10 +19,10 @@ __global__ void __launch_bounds__(kLogitsThreads) logits_few_kernel(const __grid
 }
 
 template <typename T, typename W>
-cudaError_t launch_few(const RouterArgs& a, const DeviceInfo& device, cudaStream_t stream) {
-  return launch_kernel(a.tokens == 1 ? logits_few_kernel<T, W, 1> : logits_few_kernel<T, W, 4>,
-                       (a.experts + kLogitsExperts - 1) / kLogitsExperts, kLogitsThreads, 0, device.capability >= 90,
-                       stream, a);
+cudaError_t launch_logits_few(const RouterArgs& a, const DeviceInfo& device, cudaStream_t stream) {
+  const LaunchForm form{dim3((a.experts + kLogitsExperts - 1) / kLogitsExperts), kLogitsThreads};
+  return launch_dependent(a.tokens == 1 ? logits_few_kernel<T, W, 1> : logits_few_kernel<T, W, 4>, form, device, stream,
+                          a);
 }
 
 // -- more tokens: the float64 tensor cores ---------------------------------------------------------------------------
@@ -206,11 +206,11 @@ cudaError_t launch(const RouterArgs& a, const DeviceInfo& device, cudaStream_t s
   if (a.tokens <= kFewTokens) {
     switch (a.x_type) {
       case DType::kFloat32:
-        return launch_few<float, W>(a, device, stream);
+        return launch_logits_few<float, W>(a, device, stream);
       case DType::kFloat16:
-        return launch_few<__half, W>(a, device, stream);
+        return launch_logits_few<__half, W>(a, device, stream);
       case DType::kBFloat16:
-        return launch_few<__nv_bfloat16, W>(a, device, stream);
+        return launch_logits_few<__nv_bfloat16, W>(a, device, stream);
     }
     return cudaErrorInvalidValue;
   }

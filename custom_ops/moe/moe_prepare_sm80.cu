@@ -108,11 +108,11 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 2 : 1) prepare_kernel
 template <typename T, typename W>
 cudaError_t prepare(const DecodeArgs& a, const DeviceInfo& device, cudaStream_t stream) {
   const RouterArgs& r = a.router;
-  const int expert_blocks = (r.experts + kLogitsExperts - 1) / kLogitsExperts;
-  return launch_kernel(r.weight && one_at_once<W>(r) ? prepare_kernel<T, W, 1>
-                       : r.tokens <= 4               ? prepare_kernel<T, W, 4>
-                                                     : prepare_kernel<T, W, 8>,
-                       expert_blocks, kThreads, 0, device.capability >= 90 && a.tuning.dependent, stream, a);
+  const LaunchForm form{dim3((r.experts + kLogitsExperts - 1) / kLogitsExperts), kThreads};
+  return launch_few(r.weight && one_at_once<W>(r) ? prepare_kernel<T, W, 1>
+                    : r.tokens <= 4               ? prepare_kernel<T, W, 4>
+                                                  : prepare_kernel<T, W, 8>,
+                    form, a, device, stream);
 }
 
 }  // namespace
