@@ -38,12 +38,6 @@ __device__ __forceinline__ uint32_t pack(float x, float y, __half) {
   return *reinterpret_cast<const uint32_t*>(&p);
 }
 
-__device__ __forceinline__ float load_any(const void* p, int64_t i, DType dtype) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(p)[i];
-  if (dtype == DType::kFloat16) return __half2float(static_cast<const __half*>(p)[i]);
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-}
-
 __device__ __forceinline__ float float8_value(uint8_t code) {
   const __half_raw h = __nv_cvt_fp8_to_halfraw(code, __NV_E4M3);
   return __half2float(__half(h));
@@ -114,6 +108,21 @@ __device__ __forceinline__ Pair pair_of(const Params& p, int64_t table_row, int 
     r.c0 = to_float(c[at0]), r.c1 = to_float(c[at1]), r.s0 = to_float(s[at0]), r.s1 = to_float(s[at1]);
   }
   return r;
+}
+
+// Launches a kernel without shared memory of its own; with pdl it may begin while the one before ends.
+template <typename... Args>
+cudaError_t launch(void (*kernel)(Args...), dim3 grid, int threads, bool pdl, cudaStream_t stream, Args... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = pdl ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 }  // namespace deltafuse::mla

@@ -133,20 +133,6 @@ __global__ void __launch_bounds__(kThreads) project_fast_kernel(const ProjectArg
   }
 }
 
-template <typename... Args>
-cudaError_t launch(void (*kernel)(Args...), dim3 grid, bool pdl, cudaStream_t stream, Args... args) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = pdl ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args...);
-}
-
 unsigned token_blocks(const Params& p) {
   const int64_t tiles = (p.batch * p.seq_len + kTokens - 1) / kTokens;
   return static_cast<unsigned>(tiles < 8 ? tiles : 8);
@@ -157,17 +143,17 @@ cudaError_t absorb_for(const AbsorbArgs& a, bool pdl, cudaStream_t stream) {
   const dim3 grid(a.p.kv_lora_rank / (8 * kWarps), a.p.num_heads, token_blocks(a.p));
   switch (a.p.qk_nope_head_dim / 32) {
     case 1:
-      return launch(absorb_fast_kernel<T, 1>, grid, pdl, stream, a);
+      return launch(absorb_fast_kernel<T, 1>, grid, kThreads, pdl, stream, a);
     case 2:
-      return launch(absorb_fast_kernel<T, 2>, grid, pdl, stream, a);
+      return launch(absorb_fast_kernel<T, 2>, grid, kThreads, pdl, stream, a);
     case 3:
-      return launch(absorb_fast_kernel<T, 3>, grid, pdl, stream, a);
+      return launch(absorb_fast_kernel<T, 3>, grid, kThreads, pdl, stream, a);
     case 4:
-      return launch(absorb_fast_kernel<T, 4>, grid, pdl, stream, a);
+      return launch(absorb_fast_kernel<T, 4>, grid, kThreads, pdl, stream, a);
     case 6:
-      return launch(absorb_fast_kernel<T, 6>, grid, pdl, stream, a);
+      return launch(absorb_fast_kernel<T, 6>, grid, kThreads, pdl, stream, a);
     default:
-      return launch(absorb_fast_kernel<T, kMaxGroups>, grid, pdl, stream, a);
+      return launch(absorb_fast_kernel<T, kMaxGroups>, grid, kThreads, pdl, stream, a);
   }
 }
 
@@ -187,8 +173,8 @@ cudaError_t launch_absorb_fast(const AbsorbArgs& a, bool pdl, cudaStream_t strea
 
 cudaError_t launch_project_fast(const ProjectArgs& a, bool pdl, cudaStream_t stream) {
   const dim3 grid(a.p.v_head_dim / 64, a.p.num_heads, token_blocks(a.p));
-  if (a.p.dtype == DType::kBFloat16) return launch(project_fast_kernel<__nv_bfloat16>, grid, pdl, stream, a);
-  return launch(project_fast_kernel<__half>, grid, pdl, stream, a);
+  if (a.p.dtype == DType::kBFloat16) return launch(project_fast_kernel<__nv_bfloat16>, grid, kThreads, pdl, stream, a);
+  return launch(project_fast_kernel<__half>, grid, kThreads, pdl, stream, a);
 }
 
 }  // namespace deltafuse::mla

@@ -182,22 +182,14 @@ __global__ void __launch_bounds__(kThreads) flatten_kernel(const FlattenArgs a) 
 cudaError_t launch_tokens(const TokenArgs& a, bool pdl, cudaStream_t stream) {
   const int64_t tokens = a.p.batch * a.p.seq_len;
   if (tokens == 0) return cudaSuccess;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(tokens), 2);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = pdl ? 1 : 0;
+  const dim3 grid(static_cast<unsigned>(tokens), 2);
   switch (a.p.dtype) {
     case DType::kFloat32:
-      return cudaLaunchKernelEx(&config, tokens_kernel<float>, a);
+      return launch(tokens_kernel<float>, grid, kThreads, pdl, stream, a);
     case DType::kFloat16:
-      return cudaLaunchKernelEx(&config, tokens_kernel<__half>, a);
+      return launch(tokens_kernel<__half>, grid, kThreads, pdl, stream, a);
     case DType::kBFloat16:
-      return cudaLaunchKernelEx(&config, tokens_kernel<__nv_bfloat16>, a);
+      return launch(tokens_kernel<__nv_bfloat16>, grid, kThreads, pdl, stream, a);
   }
   return cudaErrorInvalidValue;
 }

@@ -10,6 +10,7 @@ import json
 import lzma
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import onnx
@@ -38,6 +39,19 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def cases_of(model: torch.nn.Module, proto: onnx.ModelProto, pairs: Iterable[tuple[int, int]]) -> dict[str, Any]:
+    """Inputs of so many tokens after so many others, and the model's own results, by the graph's names."""
+    cases = {}
+    for length, before in pairs:
+        inputs = call(model, length, before)
+        fed = dict(zip((i.name for i in proto.graph.input), map(array, tensors(inputs)), strict=True))
+        with torch.no_grad():
+            out = model(**copy.deepcopy(inputs))
+        results = map(array, [out.logits, *flat_cache(out.cache)])
+        cases[f"T{length}p{before}"] = fed, dict(zip((o.name for o in proto.graph.output), results, strict=True))
+    return cases
+
+
 def export_hf(name: str, family: str, tokens: int, past: int = 0, *, dynamic: bool, fusions: str | None = None) -> None:
     """Export and pack with PyTorch's outputs at several lengths as truth."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
@@ -50,14 +64,7 @@ def export_hf(name: str, family: str, tokens: int, past: int = 0, *, dynamic: bo
     pairs = [(tokens, past)]
     if dynamic:
         pairs += [(tokens, 21)] if past else [(7, 0), (65, 0), (130, 0)]
-    cases = {}
-    for length, before in pairs:
-        inputs = call(model, length, before)
-        fed = dict(zip((i.name for i in proto.graph.input), map(array, tensors(inputs)), strict=True))
-        with torch.no_grad():
-            out = model(**copy.deepcopy(inputs))
-        results = map(array, [out.logits, *flat_cache(out.cache)])
-        cases[f"T{length}p{before}"] = fed, dict(zip((o.name for o in proto.graph.output), results, strict=True))
+    cases = cases_of(model, proto, pairs)
     shapes: dict[str, list[int | str]] = {}
     bindings: list[dict[str, int]] = [{}]
     if dynamic and past:

@@ -10,13 +10,11 @@ import sys
 from typing import Any
 
 import onnx_ir as ir
-import torch
 
-from .make_hf import call, tensors
+from .make_hf import call, cases_of
 from .make_transformers import renamed
 from .pack import pack, truth_file
 from .torch_mla import mla
-from .torch_side import array, flat_cache
 
 
 def export_mla(name: str, family: str, tokens: int, past: int = 0, fusions: str | None = None, **changes: Any) -> None:
@@ -27,14 +25,7 @@ def export_mla(name: str, family: str, tokens: int, past: int = 0, fusions: str 
     config = OnnxConfig(dynamic=True, ort_fusions=fusions)
     program = OnnxExporter().export(model, copy.deepcopy(call(model, tokens, past)), config=config).program
     proto = ir.to_proto(program)
-    cases = {}
-    for length, before in [(tokens, past), (tokens, 21) if past else (30, 0)]:
-        inputs = call(model, length, before)
-        fed = dict(zip((i.name for i in proto.graph.input), map(array, tensors(inputs)), strict=True))
-        with torch.no_grad():
-            out = model(**copy.deepcopy(inputs))
-        results = map(array, [out.logits, *flat_cache(out.cache)])
-        cases[f"T{length}p{before}"] = fed, dict(zip((o.name for o in proto.graph.output), results, strict=True))
+    cases = cases_of(model, proto, [(tokens, past), (tokens, 21) if past else (30, 0)])
     shapes: dict[str, list[int | str]] = {}
     for value in proto.graph.input if past else ():
         fixed: list[int | str] = list(cases[f"T{tokens}p{past}"][0][value.name].shape)
