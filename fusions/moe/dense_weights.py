@@ -36,11 +36,7 @@ def read_dense(r: Reader, router: Router, value: ir.Value | None) -> Weighting |
             return None
         return read_weighting(r, router, updates) if is_ids(r, router, index) else None
     if node.op_type == "ReduceSum":
-        axes, source = r.axes(node), node.inputs[0]
-        rank = len(source.shape) if source is not None and source.shape is not None else 0
-        if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 2]:
-            return None
-        product = r.node(source, "Mul")
+        product = r.node(node.inputs[0], "Mul") if r.reduces(node, -2) else None
         return None if product is None else _hot_product(r, router, list(product.inputs))
     if node.op_type in ("MatMul", "Einsum") and len(node.inputs) == 2:
         return _hot_product(r, router, list(node.inputs))
@@ -133,9 +129,8 @@ def column_number(r: Reader, router: Router, node: ir.Node, value: ir.Value) -> 
 
 def _masked_sum(r: Reader, router: Router, node: ir.Node) -> tuple[int, Weighting] | None:
     """The sum over choices of the weights of those that are one expert's."""
-    axes, source = r.axes(node), node.inputs[0]
-    rank = len(source.shape) if source is not None and source.shape is not None else 0
-    if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 1] or last_dim(source) != router.top_k:
+    source = node.inputs[0]
+    if not r.reduces(node, -1) or last_dim(source) != router.top_k:
         return None
     inner = r.node(r.moved(source), "Mul", "Where")
     if inner is None:

@@ -146,9 +146,7 @@ def _set_of(r: Reader, value: ir.Value) -> tuple[ir.Value, bool] | None:
         return index, after == 1.0
     if node.op_type in ("ReduceSum", "ReduceMax"):
         one_hot = r.attempt(read_one_hot, node.inputs[0])
-        axes = r.axes(node)
-        rank = len(node.inputs[0].shape) if node.inputs[0] is not None and node.inputs[0].shape is not None else 0
-        if one_hot is None or axes is None or [a % rank for a in axes] != [rank - 2]:
+        if one_hot is None or not r.reduces(node, -2):
             return None
         return one_hot[0], True
     return None
@@ -211,11 +209,8 @@ def _group_score(r: Reader, value: ir.Value) -> tuple[ir.Value, int, int] | None
     if node is None:
         return None
     source = node.inputs[0]
-    if node.op_type != "TopK":
-        axes = r.axes(node)
-        rank = len(source.shape) if source is not None and source.shape is not None else 0
-        if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 1]:
-            return None
+    if node.op_type != "TopK" and not r.reduces(node, -1):
+        return None
     size = last_dim(source)
     if node.op_type == "ReduceMax":
         return None if source is None or size is None else (source, 1, size)

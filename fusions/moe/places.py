@@ -72,9 +72,8 @@ def _chosen_at_all(r: Reader, router: Router, value: ir.Value | None) -> int | N
     node = r.node(base, "ReduceMax", "ReduceSum")
     if node is None:
         return None
-    axes, source = r.axes(node), node.inputs[0]
-    rank = len(source.shape) if source is not None and source.shape is not None else 0
-    if axes is None or rank == 0 or [a % rank for a in axes] != [rank - 1] or last_dim(source) != router.top_k:
+    source = node.inputs[0]
+    if not r.reduces(node, -1) or last_dim(source) != router.top_k:
         return None
     return read_chosen(r, router, source)
 

@@ -188,6 +188,12 @@ class Reader:
             return list(node.attributes["axes"].as_ints())
         return self.view.ints(node.inputs[1]) if len(node.inputs) > 1 else None
 
+    def reduces(self, node: ir.Node, axis: int) -> bool:
+        """Whether a reduction goes over this one axis alone, counted from the end."""
+        axes, source = self.axes(node), node.inputs[0]
+        rank = len(source.shape) if source is not None and source.shape is not None else 0
+        return axes is not None and rank > 0 and [a % rank for a in axes] == [rank + axis]
+
     def bounds(self, node: ir.Node) -> tuple[float, float]:
         """The least and the largest result of `Clip`, `Min` or `Max` with constants; infinite where there is none."""
         inputs = list(node.inputs)

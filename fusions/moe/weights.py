@@ -244,13 +244,11 @@ def _normalised(r: Reader, router: Router, value: ir.Value | None, total: ir.Val
     if node is None:
         r.refuse("weights are divided by something else than their sum")
         return None
-    axes, source = r.axes(node), node.inputs[0]
-    rank = len(source.shape) if source is not None and source.shape is not None else 0
+    source = node.inputs[0]
     summed: Weighting | None = inner
     if r.moved(source) is not r.moved(value):  # the same scores, scaled otherwise
         summed = r.attempt(read_weighting, router, source)
-    last = axes is not None and rank > 0 and [a % rank for a in axes] == [rank - 1]
-    if not last or summed is None or summed != replace(inner, scale=summed.scale) or summed.scale == 0.0:
+    if not r.reduces(node, -1) or summed is None or summed != replace(inner, scale=summed.scale) or summed.scale == 0.0:
         r.refuse("weights are divided by the sum of other numbers than the chosen scores")
         return None
     # scores are not negative, so the sum of their sizes is their sum

@@ -47,11 +47,9 @@ def read_columns(r: Reader, router: Router, value: ir.Value | None) -> tuple[tup
     """(experts, weights) of the sum of the last experts' weights, for every token: columns of dense weights, or choices
     by their numbers."""
     node = r.node(r.moved(value), "ReduceSum")
-    axes = None if node is None else r.axes(node)
-    source = None if node is None else node.inputs[0]
-    rank = len(source.shape) if source is not None and source.shape is not None else 0
-    if node is None or axes is None or rank == 0 or [a % rank for a in axes] != [rank - 1]:
+    if node is None or not r.reduces(node, -1):
         return None
+    source = node.inputs[0]
     base = r.moved(source)
     inner = r.node(base, "Slice", "Split", "Mul", "Where")
     if inner is None:
